@@ -1,0 +1,1 @@
+"""Training: Anchored Context Distillation of a student on recorded trajectories."""

@@ -1,0 +1,11 @@
+"""The one error family that users see."""
+
+from __future__ import annotations
+
+
+class LohaError(ValueError):
+    """Something the user gave is wrong.
+
+    The message is one line: what is wrong, what was got, what was expected, and what to do about it.
+    The command line prints it without a traceback and exits with 2; the server answers HTTP 400.
+    """

@@ -1,0 +1,1 @@
+"""Readers of recorded trajectories, one format a file."""

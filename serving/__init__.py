@@ -1,0 +1,1 @@
+"""Serving: the vLLM plugin, the launcher, the sweep."""
