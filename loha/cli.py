@@ -13,7 +13,10 @@ from loha.errors import LohaError
 
 # Strings, so that `loha --help` imports neither torch nor vllm, and `loha` does not depend on `serving`.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("data", "import"): ("loha.data_import:main", "read trajectories of five scaffolds into one canonical JSONL"),
+    ("data", "import"): (
+        "loha.data_import:main",
+        "read trajectories of five scaffolds into one canonical JSONL",
+    ),
     ("data", "select"): ("loha.data_select:main", "keep the shortest successful trajectory per instance"),
     ("render",): ("loha.render_command:main", "show what the model reads at a given K"),
     ("encode",): ("loha.encode_command:main", "turn a text into latents with an LCLM checkpoint"),

@@ -1,0 +1,443 @@
+"""The renderer: a chat history to decoder ids, latent regions and assistant spans.
+
+Teacher cache, training views, server, sweep and reference all call this one class, so that they see the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from loha import standins
+from loha.errors import LohaError
+from loha.layout import (
+    LAYOUT_VERSION,
+    MARKERS_PER_LATENT_OBSERVATION,
+    MIN_OBSERVATION_CHARS,
+    Window,
+    latent_count,
+)
+from loha.messages import normalize_messages
+from loha.observations import ObservationRule, tool_names
+from loha.plain_text import PlainEncoder, plain_encoder, tokenizer_hash
+from loha.standins import StandIns
+
+__all__ = ["LatentObservation", "LatentSettings", "Renderer", "Rendering", "Segment", "View", "plain_encoder"]
+
+View = Literal["latent", "mask", "full"]
+VIEWS: tuple[View, ...] = ("latent", "mask", "full")
+FULL_TEXT = Window(k=None)
+_MARK = re.compile(f"([{standins.MARKS}])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """How the encoder turns tokens into latents."""
+
+    ratio: int = 16
+    """Encoder tokens per latent."""
+
+    window: int = 1024
+    """Encoder tokens per independent window."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of positions: text, or one latent observation with its two markers."""
+
+    kind: Literal["text", "latent"]
+    start: int
+    length: int
+    observation: int | None = None
+    """0-based index among the observations of the history; None for all other text."""
+    source_tokens: int = 0
+    """Latent: encoder tokens of the body. Text of an observation: its length. Other text: its length."""
+
+
+class AssistantSpan(NamedTuple):
+    """Positions [start, end) of what the assistant wrote in its `turn`-th turn (0-based), end-of-turn token included."""
+
+    turn: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class LatentObservation:
+    """One observation that the decoder reads as latents."""
+
+    observation: int
+    encoder_ids: tuple[int, ...]
+    count: int
+    """Latents, without the two markers."""
+    start: int
+    """Position of the start marker; latents follow at start+1 .. start+count, then the end marker."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What the decoder reads for one history."""
+
+    token_ids: list[int]
+    """Decoder ids; every position of a latent segment holds the placeholder id."""
+    segments: list[Segment]
+    assistant_spans: list[AssistantSpan]
+    latents: list[LatentObservation]
+    observations: int
+    """How many observations the history has."""
+    full_text_tokens: int
+    """Length of the same history as full text."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Positions that the decoder reads."""
+        return len(self.token_ids)
+
+    @property
+    def latent_tokens(self) -> int:
+        """Latents among them, markers not counted."""
+        return sum(latent.count for latent in self.latents)
+
+
+class _Piece(NamedTuple):
+    """Ids of the text between two control tokens, with the marks found in it: (mark, index into ids)."""
+
+    ids: tuple[int, ...]
+    marks: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class _Body:
+    """Where the body of one observation lies in the sequence."""
+
+    start: int
+    end: int
+    latent: LatentObservation | None = None
+
+
+@dataclass
+class _Walk:
+    """State while pieces are joined into one sequence."""
+
+    ids: list[int] = field(default_factory=list)
+    bodies: list[_Body] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    body_start: int = 0
+    turn_start: int | None = None
+
+    def note(self, mark: str) -> None:
+        """Take note of a mark at the present end of the sequence."""
+        if mark == standins.TURN_START:
+            self.turn_start = len(self.ids)
+        elif mark == standins.BODY_START:
+            self.body_start = len(self.ids)
+        elif mark == standins.BODY_END:
+            self.bodies.append(_Body(self.body_start, len(self.ids)))
+
+    def control(self, token: int, closes_turn: bool) -> None:
+        """Append a control token."""
+        self.ids.append(token)
+        if closes_turn and self.turn_start is not None:
+            self.turns.append((self.turn_start, len(self.ids)))
+            self.turn_start = None
+
+    def insert(self, observation: int, encoder_ids: tuple[int, ...], count: int, placeholder: int) -> None:
+        """Append the positions of a latent observation."""
+        start = len(self.ids)
+        self.ids += [placeholder] * (count + MARKERS_PER_LATENT_OBSERVATION)
+        self.bodies.append(_Body(start, len(self.ids), LatentObservation(observation, encoder_ids, count, start)))
+
+
+class Renderer:
+    """Renders histories with one tokenizer and one chat template.
+
+    Args:
+        tokenizer: the base's fast tokenizer, with its chat template.
+        encoder_tokenizer: the encoder's fast tokenizer; the same tokenizer when left out.
+        settings: compression ratio and encoder window.
+        chat_template: replaces the tokenizer's own.
+        placeholder_id: decoder id that fills latent positions; the padding token by default, which no text yields.
+        rule: what counts as an observation.
+
+    Raises:
+        LohaError: when the tokenizer or template cannot be rendered piecewise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        encoder_tokenizer: Any = None,
+        settings: LatentSettings | None = None,
+        chat_template: str | None = None,
+        placeholder_id: int | None = None,
+        rule: ObservationRule | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings or LatentSettings()
+        self.rule = rule or ObservationRule()
+        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        if not isinstance(self.chat_template, str):
+            raise LohaError(
+                "the tokenizer has no chat template: add chat_template.jinja beside tokenizer.json or pass one"
+            )
+        self._plain = PlainEncoder(tokenizer)
+        self._standins = StandIns(self._plain.added)
+        self.placeholder_id = _placeholder(tokenizer) if placeholder_id is None else placeholder_id
+        self.encoder_tokenizer = encoder_tokenizer if encoder_tokenizer is not None else tokenizer
+        encoder_plain = self._plain if encoder_tokenizer is None else PlainEncoder(encoder_tokenizer)
+        # Observations and pieces repeat from call to call; entries are bounded by count, bodies by scaffold limits.
+        self._encoder_ids = lru_cache(maxsize=4096)(lambda body: tuple(encoder_plain(body)))
+        self._body_tokens = lru_cache(maxsize=16384)(lambda body: len(self._plain(body)))
+        self._piece = lru_cache(maxsize=16384)(self._encode_piece)
+        self._turn_header, self._turn_end = self._probe()
+
+    # -- public ---------------------------------------------------------------------------------------------
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Return decoder ids of untrusted text: never a control token."""
+        return self._plain(text)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        window: Window = FULL_TEXT,
+        view: View = "latent",
+        add_generation_prompt: bool = False,
+        keep_tools: frozenset[str] = frozenset(),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Rendering:
+        """Render a history.
+
+        Args:
+            messages: chat messages in any form that `normalize_messages` takes.
+            tools: the request's tools, as the template expects them.
+            window: which observations stay text.
+            view: what becomes of the others: latents, SWE-agent's placeholder text, or nothing (full text).
+            add_generation_prompt: end with the header of the next assistant turn.
+            keep_tools: names of tools whose observations always stay text.
+            template_kwargs: further variables for the chat template.
+
+        Raises:
+            LohaError: for messages that are no chat history, or a template that does not render them one by one.
+        """
+        if view not in VIEWS:
+            raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {view!r}")
+        history = normalize_messages(messages)
+        found = self.rule.find(history)
+        old = [] if view == "full" else self._old(history, found, window, keep_tools)
+        safe_tools = self._standins.swap_all(list(tools)) if tools else None
+        options = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
+        walk = self._view(history, found, old, view, safe_tools, options)
+        full = self._view(history, found, [], "full", safe_tools, options) if old else walk
+        return Rendering(
+            token_ids=walk.ids,
+            segments=_segments(walk),
+            assistant_spans=[AssistantSpan(turn, *span) for turn, span in enumerate(walk.turns)],
+            latents=[body.latent for body in walk.bodies if body.latent],
+            observations=len(found),
+            full_text_tokens=len(full.ids),
+        )
+
+    @property
+    def fingerprint(self) -> dict[str, str | int]:
+        """What must agree between the parts of the system for their token ids to mean the same."""
+        return {
+            "layout_version": LAYOUT_VERSION,
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "encoder_tokenizer": tokenizer_hash(self.encoder_tokenizer),
+            "chat_template": hashlib.sha256(str(self.chat_template).encode()).hexdigest(),
+            "ratio": self.settings.ratio,
+            "window": self.settings.window,
+        }
+
+    # -- decisions ------------------------------------------------------------------------------------------
+
+    def _old(
+        self, history: list[dict[str, Any]], found: list[int], window: Window, keep_tools: frozenset[str]
+    ) -> list[int]:
+        """Return the observations (indices into `found`) that do not stay text."""
+        leading = window.leading_old(len(found))
+        names = tool_names(history, found) if keep_tools else [None] * len(found)
+        return [
+            i for i in range(leading) if names[i] not in keep_tools and self._compressible(history[found[i]]["content"])
+        ]
+
+    def _compressible(self, body: str) -> bool:
+        if len(body) < MIN_OBSERVATION_CHARS:
+            return False
+        count = self._count(self._encoder_ids(body))
+        # Never worse: latents that are no shorter than the text would only lose information.
+        return count > 0 and count + MARKERS_PER_LATENT_OBSERVATION < self._body_tokens(body)
+
+    # -- template -------------------------------------------------------------------------------------------
+
+    def _view(
+        self,
+        history: list[dict[str, Any]],
+        found: list[int],
+        old: list[int],
+        view: View,
+        tools: list[Any] | None,
+        options: Mapping[str, Any],
+    ) -> _Walk:
+        """Render one view and check that every observation and assistant turn came through."""
+        form: dict[int, View] = dict.fromkeys(found, "full")
+        form.update(dict.fromkeys((found[i] for i in old), view))
+        protected = [self._protect(message, form.get(index)) for index, message in enumerate(history)]
+        rendered = self._apply(protected, tools=tools, **options)
+        rendered = rendered.replace(self._turn_header, self._turn_header + standins.TURN_START)
+        latents = [(i, history[found[i]]["content"]) for i in old] if view == "latent" else []
+        walk = self._walk(rendered, latents)
+        _check(walk, history, found)
+        return walk
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self.chat_template, **options)
+
+    def _protect(self, message: dict[str, Any], form: View | None) -> dict[str, Any]:
+        """Return the message with its untrusted text made safe and, for an observation, its body marked.
+
+        Args:
+            message: a normalized message.
+            form: what the body of an observation becomes; None for any other message.
+        """
+        safe = {key: self._standins.swap_all(value) for key, value in message.items() if key != "content"}
+        content = message["content"]
+        if form is None:
+            return {**safe, "content": self._standins.swap(content, message["role"] == "assistant")}
+        if form == "latent":
+            return {**safe, "content": standins.LATENT}
+        if form == "mask":
+            content = f"Old environment output: ({len(content.splitlines())} lines omitted)"
+        # The marks go inside the outer white space, so that a template that trims contents still trims it.
+        core = content.strip()
+        lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+        marked = standins.BODY_START + self._standins.swap(core) + standins.BODY_END
+        return {**safe, "content": lead + marked + (trail if core else "")}
+
+    def _walk(self, rendered: str, latents: Sequence[tuple[int, str]] = ()) -> _Walk:
+        """Join the pieces of template output into ids.
+
+        Args:
+            rendered: template output with stand-ins and marks.
+            latents: (observation, body) of each latent mark, in order.
+        """
+        walk = _Walk()
+        waiting = iter(latents)
+        for piece, trusted in self._standins.split(rendered):
+            if trusted:
+                walk.control(self._plain.added[piece], piece == self._turn_end)
+                continue
+            ids, marks = self._piece(piece)
+            done = 0
+            for mark, index in marks:
+                walk.ids += ids[done:index]
+                done = index
+                walk.note(mark)
+                if mark == standins.LATENT and (latent := next(waiting, None)):
+                    encoder_ids = self._encoder_ids(latent[1])
+                    walk.insert(latent[0], encoder_ids, self._count(encoder_ids), self.placeholder_id)
+            walk.ids += ids[done:]
+        return walk
+
+    def _encode_piece(self, piece: str) -> _Piece:
+        """Encode the text between two control tokens.
+
+        A latent body splits it: the text before and after is encoded on its own. Other marks only note where a
+        token begins, since text that is all text must be encoded as one.
+        """
+        ids: list[int] = []
+        marks: list[tuple[str, int]] = []
+        for number, part in enumerate(piece.split(standins.LATENT)):
+            if number:
+                marks.append((standins.LATENT, len(ids)))
+            text, noted = self._take_marks(part)
+            if not noted:
+                ids += self._plain(text)
+                continue
+            part_ids, starts = self._plain.with_starts(text)
+            marks += [(mark, len(ids) + bisect_left(starts, char)) for mark, char in noted]
+            ids += part_ids
+        return _Piece(tuple(ids), tuple(marks))
+
+    def _take_marks(self, part: str) -> tuple[str, list[tuple[str, int]]]:
+        """Return the restored text without marks, and each mark with the character it stood before."""
+        text = ""
+        noted = []
+        for chunk in _MARK.split(part):
+            if len(chunk) == 1 and chunk in standins.MARKS:
+                noted.append((chunk, len(text)))
+            else:
+                text += self._standins.restore(chunk)
+        return text, noted
+
+    def _count(self, encoder_ids: Sequence[int]) -> int:
+        return latent_count(len(encoder_ids), ratio=self.settings.ratio, window=self.settings.window)
+
+    def _probe(self) -> tuple[str, str]:
+        """Return the text that opens an assistant turn and the control token that closes it."""
+        user, answer = (
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": "\U000f0f0fanswer"},
+        )
+        before, both = self._apply([user]), self._apply([user, answer])
+        if not both.startswith(before):
+            raise LohaError("the chat template rewrites earlier turns: a turn must render the same in every history")
+        header, _, rest = both[len(before) :].partition(answer["content"])
+        closing = [piece for piece, trusted in self._standins.split(rest) if trusted]
+        opening = [piece for piece, trusted in self._standins.split(header) if trusted]
+        if not opening or not closing:
+            raise LohaError("the chat template does not open and close an assistant turn with special tokens")
+        self._turn_end = closing[0]
+        whole = self.tokenizer(both, add_special_tokens=False)["input_ids"]
+        pieces = self._walk(both).ids
+        if whole != pieces:
+            raise LohaError(
+                "the tokenizer encodes text next to a special token differently, so it cannot be rendered piecewise "
+                f"({len(whole)} tokens at once, {len(pieces)} in pieces)"
+            )
+        return header, closing[0]
+
+
+def _check(walk: _Walk, history: list[dict[str, Any]], found: list[int]) -> None:
+    if len(walk.bodies) != len(found):
+        raise LohaError(
+            f"the chat template renders {len(walk.bodies)} of {len(found)} observations: it drops or repeats tool "
+            "results, so it cannot carry latent observations"
+        )
+    turns = sum(message["role"] == "assistant" for message in history)
+    if len(walk.turns) != turns:
+        raise LohaError(f"the chat template renders {len(walk.turns)} of {turns} assistant turns, each must be kept")
+
+
+def _segments(walk: _Walk) -> list[Segment]:
+    """Return the runs of text and latents that cover the sequence."""
+    segments: list[Segment] = []
+    end = 0
+    for index, body in enumerate(walk.bodies):
+        if body.start > end:
+            segments.append(Segment("text", end, body.start - end, None, body.start - end))
+        length = body.end - body.start
+        if body.latent:
+            segments.append(Segment("latent", body.start, length, index, len(body.latent.encoder_ids)))
+        elif length:
+            segments.append(Segment("text", body.start, length, index, length))
+        end = body.end
+    if len(walk.ids) > end:
+        segments.append(Segment("text", end, len(walk.ids) - end, None, len(walk.ids) - end))
+    return segments
+
+
+def _placeholder(tokenizer: Any) -> int:
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    return 0
