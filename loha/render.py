@@ -60,7 +60,7 @@ class Segment:
 
 
 class AssistantSpan(NamedTuple):
-    """Positions [start, end) of what the assistant wrote in its `turn`-th turn (0-based), end-of-turn token included."""
+    """Positions [start, end) of what the assistant wrote in one turn (0-based), end-of-turn token included."""
 
     turn: int
     start: int

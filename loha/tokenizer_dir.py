@@ -14,7 +14,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         LohaError: when the folder is missing or holds no readable tokenizer.json.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     path = Path(folder)
     if not path.is_dir():
@@ -22,8 +22,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     if not (path / "tokenizer.json").is_file():
         raise LohaError(f"{path}: holds no tokenizer.json, expected the folder of a Hugging Face fast tokenizer")
     try:
-        # A tokenizer folder without a model's config.json has no type that AutoTokenizer could read.
-        kind = AutoTokenizer if (path / "config.json").is_file() else PreTrainedTokenizerFast
-        return kind.from_pretrained(str(path))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception on a damaged file
+        # Not AutoTokenizer: it rebuilds some tokenizers from their type, so that two ways of loading the same
+        # tokenizer.json would give two fingerprints.
+        return PreTrainedTokenizerFast.from_pretrained(str(path))
+    except Exception as error:  # tokenizers raises a bare Exception on a damaged file
         raise LohaError(f"{path}: not a readable tokenizer ({type(error).__name__}: {error})") from error
