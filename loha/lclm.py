@@ -1,0 +1,232 @@
+"""LCLM checkpoints: a folder with an encoder, an adapter and (usually) a decoder that reads latents."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from loha.adapter import Adapter
+from loha.encoder import EncoderSettings
+from loha.errors import LohaError
+from loha.weight_files import WeightFiles, read_json
+
+CONFIG_NAME = "model_config.json"
+MARKERS = ("<|memory_start|>", "<|memory_end|>")
+EMBEDDING = "model.embed_tokens.weight"
+_SETTING_KEYS = {
+    "compression_ratio": "ratio",
+    "encoder_window_size": "window",
+    "pooling": "pooling",
+    "encoder_mask_type": "mask",
+    "boundary_overlap": "overlap",
+    "adapter_type": "adapter_type",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lclm:
+    """A loaded LCLM checkpoint; the decoder's weights stay on disk."""
+
+    folder: Path
+    settings: EncoderSettings
+    encoder: nn.Module
+    encoder_tokenizer: Any
+    adapter: Adapter
+    markers: torch.Tensor | None
+    """float32 `[2, D]`: the decoder's embedding rows of the start and end marker; None without a decoder."""
+    decoder_folder: Path | None
+
+    @property
+    def encoder_folder(self) -> Path:
+        """Where the encoder and its tokenizer lie."""
+        return self.folder / "encoder"
+
+
+def load_lclm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Lclm:
+    """Load an LCLM checkpoint.
+
+    Args:
+        folder: with `encoder/`, `adapter/adapter.safetensors`, `model_config.json` and perhaps `decoder/`; or a parent of
+            `checkpoint_<n>/` folders, of which the one with the highest number is taken.
+        dtype: of the encoder and the adapter.
+
+    Raises:
+        LohaError: when a part is missing, malformed, of the wrong shape, or asks for something that is not built.
+
+    Source: the layout of the released latent-context checkpoints.
+    """
+    root = find_lclm(folder)
+    settings = read_settings(root)
+    encoder = load_encoder(root / "encoder", dtype=dtype)
+    adapter = load_adapter(root)
+    if adapter.norm.weight.shape[0] != encoder.config.hidden_size:
+        raise LohaError(
+            f"{root}: the adapter reads width {adapter.norm.weight.shape[0]}, but the encoder's width is "
+            f"{encoder.config.hidden_size}; the parts are of different checkpoints"
+        )
+    decoder_folder = root / "decoder" if (root / "decoder").is_dir() else None
+    return Lclm(
+        folder=root,
+        settings=settings,
+        encoder=encoder,
+        encoder_tokenizer=load_tokenizer(root / "encoder"),
+        adapter=adapter.to(dtype),
+        markers=read_markers(decoder_folder) if decoder_folder else None,
+        decoder_folder=decoder_folder,
+    )
+
+
+def find_lclm(folder: str | Path) -> Path:
+    """Return the checkpoint folder itself: `folder`, or its newest `checkpoint_<n>`.
+
+    Raises:
+        LohaError: when neither holds a `model_config.json`.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise LohaError(f"{root} is not a folder; expected an LCLM checkpoint")
+    if (root / CONFIG_NAME).is_file():
+        return root
+    numbered = [
+        (int(match[1]), child) for child in root.iterdir() if (match := re.fullmatch(r"checkpoint_(\d+)", child.name))
+    ]
+    if not numbered:
+        raise LohaError(f"{root} holds neither {CONFIG_NAME} nor checkpoint_<n> folders; it is not an LCLM checkpoint")
+    newest = max(numbered)[1]
+    if not (newest / CONFIG_NAME).is_file():
+        raise LohaError(f"{newest} (the newest checkpoint of {root}) lacks {CONFIG_NAME}; was it written completely?")
+    return newest
+
+
+def read_settings(folder: Path) -> EncoderSettings:
+    """Read `model_config.json`.
+
+    Raises:
+        LohaError: when the ratio or the window is missing, or a setting is not supported; by name.
+    """
+    config = read_json(folder / CONFIG_NAME)
+    for key in ("compression_ratio", "encoder_window_size"):
+        if key not in config:
+            raise LohaError(f"{folder / CONFIG_NAME} lacks {key!r}; got {sorted(config)}")
+    try:
+        return EncoderSettings(**{_SETTING_KEYS[key]: value for key, value in config.items() if key in _SETTING_KEYS})
+    except LohaError as error:
+        raise LohaError(f"{folder / CONFIG_NAME}: {error}") from error
+
+
+def load_encoder(folder: Path, *, dtype: torch.dtype) -> nn.Module:
+    """Load the encoder, a Hugging Face base model, in evaluation mode.
+
+    Raises:
+        LohaError: when its files are missing or do not fit its config.
+    """
+    config = load_config(folder)
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(config, dtype=dtype)
+    load_weights(encoder, WeightFiles(folder), dtype=dtype)
+    return encoder.eval()
+
+
+def load_config(folder: str | Path) -> Any:
+    """Read a Hugging Face `config.json`.
+
+    Raises:
+        LohaError: when it is missing, malformed, or of an unknown model type.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise LohaError(f"{folder} is not a folder; expected a Hugging Face checkpoint")
+    read_json(folder / "config.json")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, TypeError) as error:
+        raise LohaError(
+            f"{folder / 'config.json'} is not a model config that transformers knows: {_first_line(error)}"
+        ) from error
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load the tokenizer of a checkpoint folder.
+
+    Raises:
+        LohaError: when the folder holds no tokenizer that transformers can read.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise LohaError(f"{folder} holds no tokenizer.json; the tokenizer's files belong beside the model")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001  the tokenizers library raises bare Exception for a malformed file
+        raise LohaError(f"{folder} holds no readable tokenizer: {_first_line(error)}") from error
+
+
+def load_weights(model: nn.Module, weights: WeightFiles, *, dtype: torch.dtype, prefix: str = "") -> None:
+    """Fill a model built on the meta device from safetensors, checking names and shapes.
+
+    Args:
+        model: a Hugging Face model whose parameters have no storage yet.
+        weights: the checkpoint.
+        dtype: of the parameters.
+        prefix: of the names in the checkpoint; other tensors are ignored.
+
+    Raises:
+        LohaError: when a tensor is missing or of the wrong shape.
+    """
+    tied = (
+        set(getattr(model, "_tied_weights_keys", None) or {})
+        if getattr(model.config, "tie_word_embeddings", False)
+        else set()
+    )
+    state = {}
+    for name, parameter in model.state_dict().items():
+        if name in tied and prefix + name not in weights:
+            continue
+        state[name] = weights.tensor(prefix + name, shape=tuple(parameter.shape)).to(dtype)
+    model.load_state_dict(state, assign=True, strict=False)
+    if tied:
+        model.tie_weights()
+    _materialise_buffers(model)
+
+
+def load_adapter(folder: Path) -> Adapter:
+    """Read `adapter/adapter.safetensors` of an LCLM folder."""
+    weights = WeightFiles(folder / "adapter")
+    return Adapter.from_tensors(dict(weights.items()), source=str(folder / "adapter" / "adapter.safetensors"))
+
+
+def read_markers(decoder_folder: Path) -> torch.Tensor:
+    """Read the embedding rows of the two region markers.
+
+    Returns:
+        float32 `[2, D]`: start, end.
+
+    Raises:
+        LohaError: when the decoder's tokenizer does not know the markers.
+    """
+    tokenizer = load_tokenizer(decoder_folder)
+    known = tokenizer.get_vocab()
+    missing = [marker for marker in MARKERS if marker not in known]
+    if missing:
+        raise LohaError(f"{decoder_folder}: the tokenizer has no token {missing[0]!r}; it is not an LCLM decoder")
+    return WeightFiles(decoder_folder).rows(EMBEDDING, [known[marker] for marker in MARKERS]).float()
+
+
+def _materialise_buffers(model: nn.Module) -> None:
+    """Recompute the buffers that no checkpoint holds (rotary frequencies) after a build on the meta device."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            fresh = type(module)(config=module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module.register_buffer(name, buffer, persistent=False)
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    assert not left, f"{left[0]} was not loaded"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

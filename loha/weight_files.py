@@ -1,0 +1,170 @@
+"""Read the tensors of a safetensors checkpoint folder one at a time, whatever its sharding."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loha.errors import LohaError
+
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_HEADER_LIMIT = 100 << 20  # the format's own limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: str
+    """The safetensors word, such as BF16."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte of the data in the file."""
+    end: int
+
+
+class WeightFiles:
+    """The tensors of a checkpoint folder, read lazily.
+
+    Args:
+        folder: holds one or more `*.safetensors` files, with or without an index.
+
+    Raises:
+        LohaError: when the folder is missing, holds no safetensors, or a file is cut short or malformed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise LohaError(f"{self.folder} is not a folder; expected a checkpoint with safetensors weights")
+        self.files = _weight_files(self.folder)
+        self._entries: dict[str, TensorEntry] = {}
+        for file in self.files:
+            self._entries.update(read_header(file))
+        self._open: tuple[Path, Any] | None = None
+
+    def names(self) -> list[str]:
+        """Return every tensor name, sorted."""
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where the tensor `name` lies.
+
+        Raises:
+            LohaError: when there is no such tensor.
+        """
+        if name not in self._entries:
+            raise LohaError(
+                f"{self.folder} has no tensor {name!r} ({len(self._entries)} others); is it a checkpoint of another architecture?"
+            )
+        return self._entries[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
+        return self.entry(name).shape
+
+    def tensor(self, name: str, *, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Read the tensor `name`.
+
+        Args:
+            name: its name in the checkpoint.
+            shape: what it must be, when known.
+
+        Raises:
+            LohaError: when it is missing or has another shape.
+        """
+        entry = self.entry(name)
+        if shape is not None and entry.shape != tuple(shape):
+            raise LohaError(f"{self.folder}: tensor {name!r} has shape {list(entry.shape)}, expected {list(shape)}")
+        return self._handle(entry.file).get_tensor(name)
+
+    def rows(self, name: str, indices: list[int]) -> torch.Tensor:
+        """Read some rows of a matrix without the rest of it."""
+        entry = self.entry(name)
+        if any(not 0 <= i < entry.shape[0] for i in indices):
+            raise LohaError(f"{self.folder}: tensor {name!r} has {entry.shape[0]} rows, asked for rows {indices}")
+        view = self._handle(entry.file).get_slice(name)
+        return torch.cat([view[i : i + 1] for i in indices])
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every (name, tensor), sorted by name, one tensor in memory at a time."""
+        for name in self.names():
+            yield name, self.tensor(name)
+
+    def _handle(self, file: Path) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(file, framework="pt"))
+        return self._open[1]
+
+
+def read_header(file: str | Path) -> dict[str, TensorEntry]:
+    """Read which tensors a safetensors file holds, without their data.
+
+    Raises:
+        LohaError: when the file is no complete safetensors file.
+    """
+    path = Path(file)
+    try:
+        with safe_open(path, framework="pt"):  # checks the header against the size of the file
+            pass
+        with path.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
+    except (SafetensorError, struct.error, ValueError) as error:
+        raise LohaError(f"{path} is not a complete safetensors file ({error}); copy or download it again") from error
+    begin = 8 + size
+    return {
+        name: TensorEntry(
+            file=path,
+            dtype=value["dtype"],
+            shape=tuple(value["shape"]),
+            start=begin + value["data_offsets"][0],
+            end=begin + value["data_offsets"][1],
+        )
+        for name, value in header.items()
+        if name != "__metadata__"
+    }
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        LohaError: when the file is missing or holds something else.
+    """
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LohaError(f"{path} is missing") from error
+    except ValueError as error:
+        raise LohaError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LohaError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise LohaError(f"{folder} lacks {missing[0]!r}, which its {INDEX_NAME} names; copy or download it again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LohaError(f"{folder} holds no *.safetensors file; convert the weights to safetensors first")
+    return files
