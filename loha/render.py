@@ -190,10 +190,14 @@ class Renderer:
         self._standins = StandIns(self._plain.added)
         self.placeholder_id = _placeholder(tokenizer) if placeholder_id is None else placeholder_id
         self.encoder_tokenizer = encoder_tokenizer if encoder_tokenizer is not None else tokenizer
-        encoder_plain = self._plain if encoder_tokenizer is None else PlainEncoder(encoder_tokenizer)
+        shared = encoder_tokenizer is None or tokenizer_hash(encoder_tokenizer) == tokenizer_hash(tokenizer)
+        encoder_plain = self._plain if shared else PlainEncoder(encoder_tokenizer)
         # Observations and pieces repeat from call to call; entries are bounded by count, bodies by scaffold limits.
         self._encoder_ids = lru_cache(maxsize=4096)(lambda body: tuple(encoder_plain(body)))
-        self._body_tokens = lru_cache(maxsize=16384)(lambda body: len(self._plain(body)))
+        if shared:
+            self._body_tokens = lambda body: len(self._encoder_ids(body))
+        else:
+            self._body_tokens = lru_cache(maxsize=16384)(lambda body: len(self._plain(body)))
         self._piece = lru_cache(maxsize=16384)(self._encode_piece)
         self._turn_header, self._turn_end = self._probe()
 
