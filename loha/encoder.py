@@ -1,4 +1,4 @@
-"""The latent encoder: a frozen language model that turns observation tokens into one pooled state per `ratio` tokens."""
+"""The latent encoder: a frozen language model whose states are averaged, one vector per `ratio` tokens."""
 
 from __future__ import annotations
 

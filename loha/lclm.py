@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel
 
 from loha.adapter import Adapter
 from loha.encoder import EncoderSettings
 from loha.errors import LohaError
+from loha.tokenizer_dir import load_tokenizer
 from loha.weight_files import WeightFiles, read_json
 
 CONFIG_NAME = "model_config.json"
@@ -52,8 +53,8 @@ def load_lclm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Lclm
     """Load an LCLM checkpoint.
 
     Args:
-        folder: with `encoder/`, `adapter/adapter.safetensors`, `model_config.json` and perhaps `decoder/`; or a parent of
-            `checkpoint_<n>/` folders, of which the one with the highest number is taken.
+        folder: with `encoder/`, `adapter/adapter.safetensors`, `model_config.json` and perhaps `decoder/`; or a parent
+            of `checkpoint_<n>/` folders, of which the one with the highest number is taken.
         dtype: of the encoder and the adapter.
 
     Raises:
@@ -149,21 +150,6 @@ def load_config(folder: str | Path) -> Any:
         raise LohaError(
             f"{folder / 'config.json'} is not a model config that transformers knows: {_first_line(error)}"
         ) from error
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint folder.
-
-    Raises:
-        LohaError: when the folder holds no tokenizer that transformers can read.
-    """
-    folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise LohaError(f"{folder} holds no tokenizer.json; the tokenizer's files belong beside the model")
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001  the tokenizers library raises bare Exception for a malformed file
-        raise LohaError(f"{folder} holds no readable tokenizer: {_first_line(error)}") from error
 
 
 def load_weights(model: nn.Module, weights: WeightFiles, *, dtype: torch.dtype, prefix: str = "") -> None:

@@ -67,7 +67,8 @@ class WeightFiles:
         """
         if name not in self._entries:
             raise LohaError(
-                f"{self.folder} has no tensor {name!r} ({len(self._entries)} others); is it a checkpoint of another architecture?"
+                f"{self.folder} has no tensor {name!r} among its {len(self._entries)}; "
+                "is it a checkpoint of another architecture?"
             )
         return self._entries[name]
 
