@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from loha import standins
@@ -237,17 +238,30 @@ class Renderer:
         history = normalize_messages(messages)
         found = self.rule.find(history)
         old = [] if view == "full" else self._old(history, found, window, keep_tools)
-        safe_tools = self._standins.swap_all(list(tools)) if tools else None
-        options = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
-        walk = self._view(history, found, old, view, safe_tools, options)
-        full = self._view(history, found, [], "full", safe_tools, options) if old else walk
+        options = {
+            "tools": self._standins.swap_all(list(tools)) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            **(template_kwargs or {}),
+        }
+        body = {message: self._mark(history[message]["content"]) for message in found}
+        left = [found[i] for i in old]
+        rendered = self._template(history, {**body, **dict.fromkeys(left, standins.LATENT)}, options)
+        if self._verbatim:
+            full = _fill(rendered, [body[message] for message in left])
+        else:
+            full = self._template(history, body, options)
+        if view == "mask":
+            rendered = _fill(rendered, [self._mark(_masked(history[message]["content"])) for message in left])
+        latents = [(i, history[found[i]]["content"]) for i in old] if view == "latent" else []
+        walk = self._walk(rendered, latents)
+        _check(walk, history, found)
         return Rendering(
             token_ids=walk.ids,
             segments=_segments(walk),
             assistant_spans=[AssistantSpan(turn, *span) for turn, span in enumerate(walk.turns)],
             latents=[body.latent for body in walk.bodies if body.latent],
             observations=len(found),
-            full_text_tokens=len(full.ids),
+            full_text_tokens=self._length(full) if old else len(walk.ids),
         )
 
     @property
@@ -283,49 +297,41 @@ class Renderer:
 
     # -- template -------------------------------------------------------------------------------------------
 
-    def _view(
-        self,
-        history: list[dict[str, Any]],
-        found: list[int],
-        old: list[int],
-        view: View,
-        tools: list[Any] | None,
-        options: Mapping[str, Any],
-    ) -> _Walk:
-        """Render one view and check that every observation and assistant turn came through."""
-        form: dict[int, View] = dict.fromkeys(found, "full")
-        form.update(dict.fromkeys((found[i] for i in old), view))
-        protected = [self._protect(message, form.get(index)) for index, message in enumerate(history)]
-        rendered = self._apply(protected, tools=tools, **options)
-        rendered = rendered.replace(self._turn_header, self._turn_header + standins.TURN_START)
-        latents = [(i, history[found[i]]["content"]) for i in old] if view == "latent" else []
-        walk = self._walk(rendered, latents)
-        _check(walk, history, found)
-        return walk
+    def _template(self, history: list[dict[str, Any]], bodies: Mapping[int, str], options: Mapping[str, Any]) -> str:
+        """Return template output with stand-ins for untrusted literals and marks where turns and bodies begin.
+
+        Args:
+            history: normalized messages.
+            bodies: what to put in the place of each observation's content, by message index.
+            options: variables of the template.
+        """
+        safe = [self._protect(message, bodies.get(index)) for index, message in enumerate(history)]
+        rendered = self._apply(safe, **options)
+        return rendered.replace(self._turn_header, self._turn_header + standins.TURN_START)
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self.chat_template, **options)
 
-    def _protect(self, message: dict[str, Any], form: View | None) -> dict[str, Any]:
-        """Return the message with its untrusted text made safe and, for an observation, its body marked.
-
-        Args:
-            message: a normalized message.
-            form: what the body of an observation becomes; None for any other message.
-        """
+    def _protect(self, message: dict[str, Any], body: str | None) -> dict[str, Any]:
+        """Return the message with its untrusted text made safe, its content replaced by `body` if there is one."""
         safe = {key: self._standins.swap_all(value) for key, value in message.items() if key != "content"}
-        content = message["content"]
-        if form is None:
-            return {**safe, "content": self._standins.swap(content, message["role"] == "assistant")}
-        if form == "latent":
-            return {**safe, "content": standins.LATENT}
-        if form == "mask":
-            content = f"Old environment output: ({len(content.splitlines())} lines omitted)"
-        # The marks go inside the outer white space, so that a template that trims contents still trims it.
+        if body is None:
+            body = self._standins.swap(message["content"], message["role"] == "assistant")
+        return {**safe, "content": body}
+
+    def _mark(self, content: str) -> str:
+        """Return an observation's content made safe, with marks around its body.
+
+        The marks go inside the outer white space, so that a template that trims contents still trims it.
+        """
         core = content.strip()
         lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
         marked = standins.BODY_START + self._standins.swap(core) + standins.BODY_END
-        return {**safe, "content": lead + marked + (trail if core else "")}
+        return lead + marked + (trail if core else "")
+
+    def _length(self, rendered: str) -> int:
+        """Return the number of ids that template output without latents becomes."""
+        return sum(1 if trusted else len(self._piece(piece).ids) for piece, trusted in self._standins.split(rendered))
 
     def _walk(self, rendered: str, latents: Sequence[tuple[int, str]] = ()) -> _Walk:
         """Join the pieces of template output into ids.
@@ -401,6 +407,8 @@ class Renderer:
         if not opening or not closing:
             raise LohaError("the chat template does not open and close an assistant turn with special tokens")
         self._turn_end = closing[0]
+        padded = {"role": "tool", "content": "\n padded \n"}
+        self._verbatim = self._apply([user, answer, padded]).count(padded["content"]) == 1
         whole = self.tokenizer(both, add_special_tokens=False)["input_ids"]
         pieces = self._walk(both).ids
         if whole != pieces:
@@ -420,6 +428,18 @@ def _check(walk: _Walk, history: list[dict[str, Any]], found: list[int]) -> None
     turns = sum(message["role"] == "assistant" for message in history)
     if len(walk.turns) != turns:
         raise LohaError(f"the chat template renders {len(walk.turns)} of {turns} assistant turns, each must be kept")
+
+
+def _fill(rendered: str, bodies: Sequence[str]) -> str:
+    """Return template output with each latent mark replaced by the next body."""
+    parts = rendered.split(standins.LATENT)
+    # A template that drops or repeats a body is refused later, by name; here only the count must not matter.
+    return "".join(part + body for part, body in zip_longest(parts, bodies, fillvalue=""))
+
+
+def _masked(content: str) -> str:
+    """Return SWE-agent's placeholder for an old observation."""
+    return f"Old environment output: ({len(content.splitlines())} lines omitted)"
 
 
 def _segments(walk: _Walk) -> list[Segment]:
