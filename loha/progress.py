@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from tqdm import tqdm
+
+from loha.console import err
+
+LOG_INTERVAL_S = 30.0
 
 
 def progress_bar(description: str, *, total: int, unit: str) -> tqdm:
@@ -21,12 +26,25 @@ def progress_bar(description: str, *, total: int, unit: str) -> tqdm:
         desc=description,
         unit=unit,
         unit_scale=unit == "B",
-        mininterval=0.2 if terminal else 30.0,
+        mininterval=0.2 if terminal else LOG_INTERVAL_S,
+        delay=0 if terminal else 1,
         dynamic_ncols=terminal,
-        file=sys.stderr,
+        file=sys.stderr if terminal else _Lines(),
     )
 
 
 def note(text: str) -> None:
     """Write one line to standard error without breaking a bar that is being drawn."""
-    tqdm.write(text, file=sys.stderr)
+    if sys.stderr.isatty():
+        tqdm.write(text, file=sys.stderr)
+    else:
+        err(text)
+
+
+class _Lines(io.TextIOBase):
+    """Turns a bar's redrawing into lines, for logs and pipes."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            err(text.strip())
+        return len(text)
