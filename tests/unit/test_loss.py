@@ -13,7 +13,9 @@ from acd.teacher import top_candidates
 from tests.tolerances import LOSS_GRADIENT_FP32, LOSS_GRADIENT_FP64, LOSS_VALUE_FP32
 
 
-def dense_kl(hidden_ND: Tensor, head_VD: Tensor, ids_NC: Tensor, logp_NC: Tensor, tail_N: Tensor, direction: str) -> Tensor:
+def dense_kl(
+    hidden_ND: Tensor, head_VD: Tensor, ids_NC: Tensor, logp_NC: Tensor, tail_N: Tensor, direction: str
+) -> Tensor:
     """The same divergence, written as its definition: all logits, float64, autograd."""
     logq_NV = (hidden_ND @ head_VD.T).log_softmax(1)
     outside_NV = torch.ones_like(logq_NV, dtype=torch.bool).scatter_(1, ids_NC, False)
@@ -25,7 +27,9 @@ def dense_kl(hidden_ND: Tensor, head_VD: Tensor, ids_NC: Tensor, logp_NC: Tensor
     return (logq_NB.exp() * (logq_NB - logp_NB)).sum()
 
 
-def problem(n: int, v: int, d: int, c: int, seed: int, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def problem(
+    n: int, v: int, d: int, c: int, seed: int, spread: float = 3.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Random float64 student states and teacher buckets that sum to one."""
     g = torch.Generator().manual_seed(seed)
     hidden_ND = torch.randn(n, d, generator=g, dtype=torch.float64)
@@ -36,7 +40,9 @@ def problem(n: int, v: int, d: int, c: int, seed: int, spread: float = 3.0) -> t
     return hidden_ND, head_VD, ids_NC, logp_NC, tail_N
 
 
-def both_ways(args: tuple[Tensor, ...], direction: str, dtype: torch.dtype, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def both_ways(
+    args: tuple[Tensor, ...], direction: str, dtype: torch.dtype, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss and hidden gradient: fused in `dtype`, dense in float64 on the same rounded inputs."""
     hidden_ND, head_VD, ids_NC, logp_NC, tail_N = args
     fused_in = hidden_ND.to(dtype).requires_grad_()
@@ -137,7 +143,9 @@ def test_no_positions_still_give_a_gradient() -> None:
 
 def test_chunk_size_does_not_matter() -> None:
     hidden_ND, head_VD, ids_NC, logp_NC, tail_N = problem(61, 123, 8, 9, 5)
-    totals = {chunk: fused_kl(hidden_ND, head_VD, ids_NC, logp_NC, tail_N, chunk=chunk).sum for chunk in (1, 13, 61, 500)}
+    totals = {
+        chunk: fused_kl(hidden_ND, head_VD, ids_NC, logp_NC, tail_N, chunk=chunk).sum for chunk in (1, 13, 61, 500)
+    }
     for total in totals.values():
         torch.testing.assert_close(total, totals[1], rtol=1e-12, atol=0)
 
