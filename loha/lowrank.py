@@ -97,20 +97,20 @@ def _outer(left_TO: torch.Tensor, right_TI: torch.Tensor, dtype: torch.dtype) ->
 
 
 def fresh_factors(
-    out_features: int, in_features: int, rank: int, *, generator: torch.Generator
+    shape: tuple[int, ...], rank: int, *, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors of a zero patch: A random (as PEFT draws it), B zero.
 
     Args:
-        out_features: rows of the projection.
-        in_features: columns.
+        shape: `(out, in)` of the projection.
         rank: wanted; clipped to the smaller side.
         generator: of the random numbers.
 
     Returns:
         float32 A `[R, in]` and B `[out, R]`.
     """
-    rank = min(rank, out_features, in_features)
+    out_features, in_features = shape
+    rank = min(rank, *shape)
     bound = 1.0 / math.sqrt(in_features)
     A = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
     return A, torch.zeros(out_features, rank)

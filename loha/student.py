@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from loha.adapter import Adapter
 from loha.attention import Pieces
+from loha.decoder import load_decoder, wrap_mlps, wrap_norms, wrap_projections
 from loha.encoder import EncoderSettings, LatentEncoder, use_packed_attention
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint, require_match, weights_hash
-from loha.gains import GainRMSNorm, is_rms_norm
+from loha.gains import GainRMSNorm
 from loha.lclm import CONFIG_NAME as LCLM_CONFIG_NAME
-from loha.lclm import find_lclm, load_config, load_encoder, load_weights
-from loha.lowrank import PROJECTIONS, LowRankLinear
-from loha.mlp import LeanMLP, is_gated_silu
+from loha.lclm import find_lclm, load_encoder
+from loha.lowrank import LowRankLinear
+from loha.mlp import LeanMLP
 from loha.render import LatentSettings, Renderer
 from loha.student_files import StudentConfig, StudentFiles
 from loha.tokenizer_dir import load_tokenizer
-from loha.weight_files import WeightFiles
 
 GROUPS = ("patch", "gains", "adapter")
 LatentRegion = tuple[int, torch.Tensor]
@@ -278,63 +277,6 @@ class Student(nn.Module):
                 f"latent region at position {start} is not {stop - start} placeholders (latents and two markers) long; "
                 "was the row rendered with another ratio or window?"
             )
-
-
-def wrap_projections(decoder: nn.Module, ranks: dict[str, int]) -> None:
-    """Replace the named projections of a decoder by `LowRankLinear`, in place.
-
-    Raises:
-        LohaError: when a name is no Linear projection of the decoder.
-    """
-    modules = dict(decoder.named_modules())
-    for name, rank in ranks.items():
-        linear = modules.get(name)
-        if not isinstance(linear, nn.Linear):
-            raise LohaError(f"the base has no linear projection {name!r}; the patch belongs to another architecture")
-        if rank > min(linear.weight.shape):
-            raise LohaError(f"{name}: rank {rank} does not fit a projection of {list(linear.weight.shape)}")
-        parent, _, attribute = name.rpartition(".")
-        setattr(modules[parent], attribute, LowRankLinear(linear, rank))
-
-
-def wrap_norms(decoder: nn.Module) -> None:
-    """Replace every RMSNorm of a decoder by `GainRMSNorm`, in place."""
-    for name, module in list(decoder.named_modules()):
-        if is_rms_norm(module):
-            parent, _, attribute = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), attribute, GainRMSNorm(module))
-
-
-def wrap_mlps(decoder: nn.Module) -> None:
-    """Replace every gated SiLU MLP of a decoder by `LeanMLP`, in place; other MLPs stay as they are."""
-    for name, module in list(decoder.named_modules()):
-        if is_gated_silu(module):
-            parent, _, attribute = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), attribute, LeanMLP(module))
-
-
-def is_projection(name: str) -> bool:
-    """Return whether a module name is one of the seven projections of a decoder layer."""
-    return ".layers." in name and name.rpartition(".")[2] in PROJECTIONS
-
-
-def load_decoder(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Any:
-    """Load a base causal LM.
-
-    Args:
-        folder: Hugging Face checkpoint with safetensors weights.
-        dtype: of the weights; the checkpoint's own by default.
-        device: where to put it.
-
-    Raises:
-        LohaError: when the folder is no checkpoint, or its tensors do not fit its config.
-    """
-    config = load_config(folder)
-    dtype = dtype or config.dtype or torch.float32
-    with torch.device("meta"):
-        decoder = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    load_weights(decoder, WeightFiles(folder), dtype=dtype)
-    return decoder.to(device).eval()
 
 
 def encoder_folder(folder: str | Path) -> Path:
