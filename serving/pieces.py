@@ -1,0 +1,111 @@
+"""Cut latent observations into the items that the engine encodes, schedules and caches.
+
+Encoder windows are independent, so an observation can be cut at window boundaries without changing one latent.
+The start marker belongs to the first item and the end marker to the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loha.layout import latent_count
+from loha.render import LatentSettings
+
+FIRST = 1
+LAST = 2
+COUNTED = 4
+"""Set on real items and not on the engine's dummy items, so that profiling runs do not reach the counters."""
+
+MAX_ITEM_LATENTS = 512
+"""Aim for the latents of one item: an item is encoded whole as soon as the scheduler reaches its first position."""
+
+_CACHED_OBSERVATIONS = 8192
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One item of the observation modality."""
+
+    token_ids: np.ndarray
+    """Encoder ids, int32."""
+    flags: int
+    length: int
+    """Input vectors: latents and the markers that belong to this piece."""
+    digest: str
+    """Names everything that changes the vectors: ids, flags, encoder, settings, dtype."""
+
+
+@dataclass(frozen=True)
+class PlacedPiece:
+    """A piece at its place in one prompt."""
+
+    piece: Piece
+    start: int
+    """Position of its first vector."""
+    prompt_tokens: int
+    """Length of the prompt that it was placed in."""
+
+
+class Cutter:
+    """Cuts observations and remembers the pieces of recent ones.
+
+    Args:
+        settings: ratio and window of the encoder.
+        identity: names the encoder's weights and number format.
+    """
+
+    def __init__(self, settings: LatentSettings, identity: str) -> None:
+        self.settings = settings
+        self._seed = f"{identity}|{settings.ratio}|{settings.window}".encode()
+        self._item_tokens = windows_per_item(settings) * settings.window
+        self._cache: OrderedDict[int, tuple[Sequence[int], list[Piece]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def cut(self, encoder_ids: Sequence[int]) -> list[Piece]:
+        """Return the pieces of one observation, in order.
+
+        Args:
+            encoder_ids: ids of its body; the renderer hands out the same tuple for the same body, so recent
+                tuples are recognised by identity and not hashed again.
+        """
+        with self._lock:
+            known = self._cache.get(id(encoder_ids))
+            if known is not None and known[0] is encoder_ids:
+                self._cache.move_to_end(id(encoder_ids))
+                return known[1]
+        pieces = self._cut(np.asarray(encoder_ids, dtype=np.int32))
+        with self._lock:
+            self._cache[id(encoder_ids)] = (encoder_ids, pieces)
+            while len(self._cache) > _CACHED_OBSERVATIONS:
+                self._cache.popitem(last=False)
+        return pieces
+
+    def _cut(self, ids: np.ndarray) -> list[Piece]:
+        starts = range(0, len(ids), self._item_tokens)
+        return [
+            self._piece(ids[start : start + self._item_tokens], first=start == 0, last=start == starts[-1])
+            for start in starts
+        ]
+
+    def _piece(self, ids: np.ndarray, *, first: bool, last: bool) -> Piece:
+        flags = FIRST * first | LAST * last | COUNTED
+        latents = latent_count(len(ids), ratio=self.settings.ratio, window=self.settings.window)
+        digest = hashlib.blake2b(self._seed + b"|%d|" % flags + ids.tobytes(), digest_size=20).hexdigest()
+        return Piece(ids, flags, latents + first + last, digest)
+
+
+def windows_per_item(settings: LatentSettings) -> int:
+    """Return how many whole windows one item may hold."""
+    return max(1, MAX_ITEM_LATENTS // latent_count(settings.window, ratio=settings.ratio, window=settings.window))
+
+
+def max_item_length(settings: LatentSettings) -> int:
+    """Return the most input vectors that one item can have, both markers included."""
+    tokens = windows_per_item(settings) * settings.window
+    return latent_count(tokens, ratio=settings.ratio, window=settings.window) + 2

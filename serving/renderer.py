@@ -1,0 +1,159 @@
+"""vLLM's chat renderer with Hard-Last-K: messages in, token ids and latent observations out."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
+from vllm.renderers.params import ChatParams
+from vllm.utils.async_utils import make_async
+
+from loha.errors import LohaError
+from loha.messages import normalize_messages
+from loha.render import Rendering
+from serving.account import CURRENT, Report, RequestAccount
+from serving.checkpoint import checkpoint_renderer, latent_identity
+from serving.options import RequestOptions, resolve_options, server_defaults
+from serving.pieces import Cutter, Piece, PlacedPiece
+from serving.processor import MODALITY
+
+OPTIONS_KEY = "loha"
+"""Key of our options among the chat template's arguments."""
+
+_NOT_TEMPLATE_VARIABLES = frozenset(
+    {
+        OPTIONS_KEY,
+        "tools",
+        "messages",
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+_REMEMBERED_PIECES = 200_000
+
+
+class LohaChatRenderer(HfRenderer):
+    """Renders with `loha.render.Renderer`, the code that training uses, in vLLM's render thread."""
+
+    def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        hf_config = config.model_config.hf_config
+        folder = config.model_config.tokenizer
+        self._defaults = server_defaults()
+        self._renderer_for = lru_cache(maxsize=8)(
+            lambda template: checkpoint_renderer(folder, hf_config, chat_template=template)
+        )
+        identity = latent_identity(config.model_config.model, hf_config, config.model_config.dtype)
+        self._cutter = Cutter(self._renderer_for(None).settings, identity)
+        # Renderers keep caches and are not safe for two threads at once; rendering holds the GIL in any case.
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._render_in_thread = make_async(self._render, executor=self._executor)
+
+    def render_messages(self, messages: list[Any], params: ChatParams) -> tuple[list[Any], Any]:
+        """Render in the calling thread."""
+        return self._render(messages, params, CURRENT.get())
+
+    async def render_messages_async(self, messages: list[Any], params: ChatParams) -> tuple[list[Any], Any]:
+        """Render off the event loop, under vLLM's time limit for templates."""
+        return await self._render_with_timeout(self._render_in_thread(messages, params, CURRENT.get()))
+
+    def _render(
+        self, messages: Sequence[Any], params: ChatParams, account: RequestAccount | None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        kwargs = params.chat_template_kwargs
+        options = resolve_options(
+            self._defaults, kwargs.get(OPTIONS_KEY), account.body_options if account is not None else None
+        )
+        if kwargs.get("continue_final_message"):
+            raise LohaError("continue_final_message is not supported by this server; end with a user or tool message")
+        history = [_with_reasoning_content(message) for message in messages]
+        with self._lock:
+            rendering = self._rendering(history, params, options)
+            placed = self._place(rendering)
+            new_tokens = self._remember(placed) if self._fits(rendering) else 0
+        if account is not None:
+            account.report = Report.of(rendering, options, new_tokens)
+        prompt: dict[str, Any] = {"prompt_token_ids": rendering.token_ids}
+        if placed:
+            prompt["multi_modal_data"] = {MODALITY: placed}
+        # vLLM reads only the last message of the conversation (echo, continuation).
+        return normalize_messages(history[-1:]), prompt
+
+    def _rendering(self, history: list[Any], params: ChatParams, options: RequestOptions) -> Rendering:
+        kwargs = params.chat_template_kwargs
+        try:
+            return self._renderer_for(params.chat_template).render(
+                history,
+                kwargs.get("tools"),
+                window=options.window,
+                view=options.view,
+                keep_tools=options.keep_tools,
+                add_generation_prompt=bool(kwargs.get("add_generation_prompt", True)),
+                template_kwargs=_template_variables(kwargs),
+            )
+        except jinja2.TemplateError as error:
+            raise VLLMValidationError(f"the chat template rejects these messages: {error}") from error
+        except RecursionError as error:
+            raise LohaError("the messages are nested too deeply") from error
+
+    def _place(self, rendering: Rendering) -> list[PlacedPiece]:
+        placed = []
+        for latent in rendering.latents:
+            start = latent.start
+            for piece in self._cutter.cut(latent.encoder_ids):
+                placed.append(PlacedPiece(piece, start, rendering.context_tokens))
+                start += piece.length
+            assert start == latent.start + latent.count + 2, "pieces do not fill the latent segment"
+        return placed
+
+    def _fits(self, rendering: Rendering) -> bool:
+        return rendering.context_tokens < self.model_config.max_model_len
+
+    def _remember(self, placed: Iterable[PlacedPiece]) -> int:
+        """Return the encoder tokens of pieces not met before, and remember them."""
+        new = 0
+        for piece in (item.piece for item in placed):
+            new += self._remember_piece(piece)
+        return new
+
+    def _remember_piece(self, piece: Piece) -> int:
+        if piece.digest in self._seen:
+            self._seen.move_to_end(piece.digest)
+            return 0
+        self._seen[piece.digest] = None
+        if len(self._seen) > _REMEMBERED_PIECES:
+            self._seen.popitem(last=False)
+        return len(piece.token_ids)
+
+
+def _template_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key not in _NOT_TEMPLATE_VARIABLES and value is not None}
+
+
+def _with_reasoning_content(message: Any) -> Any:
+    """Return the message with vLLM's `reasoning` under the name that chat templates read."""
+    if (
+        isinstance(message, Mapping)
+        and isinstance(message.get("reasoning"), str)
+        and "reasoning_content" not in message
+    ):
+        return {**message, "reasoning_content": message["reasoning"]}
+    return message
