@@ -20,11 +20,13 @@ def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str
     return int(stop.value.code or 0), captured.out, captured.err
 
 
-@pytest.fixture
-def history(shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(scope="module")
+def history(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Canonical trajectories, imported from real rows."""
-    path = tmp_path / "trajectories.jsonl"
-    assert run(capsys, "data", "import", shared_data / "swe_master", "--out", path)[0] == 0
+    path = tmp_path_factory.mktemp("imported") / "trajectories.jsonl"
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "import", str(shared_data / "swe_master"), "--out", str(path)])
+    assert not stop.value.code
     return path
 
 
