@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,8 +212,12 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def _digest(trajectory: Trajectory) -> bytes:
-    content = [trajectory.messages, trajectory.tools, trajectory.resolved]
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(repr(trajectory.resolved).encode(), digest_size=16)
+    for message in trajectory.messages:
+        calls = [part for call in message.get("tool_calls", ()) for part in call["function"].values()]
+        for part in (message["role"], message["content"], *calls):
+            digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.digest()
 
 
 def _row_name(raw: RawRow, name: str) -> RowName:
