@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from loha.atomic import atomic_path
 from loha.console import out
@@ -14,6 +13,7 @@ from loha.encoder import LatentEncoder
 from loha.errors import LohaError
 from loha.lclm import Lclm, load_lclm
 from loha.plain_text import plain_encoder
+from loha.weight_files import save_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def main(options: Options) -> None:
     text = options.text.read_bytes().decode("utf-8", errors="replace")
     latents_LD = encode_text(lclm, text, name=str(options.text))
     with atomic_path(options.out) as temporary:
-        save_file({"latents": latents_LD}, temporary)
+        save_tensors({"latents": latents_LD}, temporary)
     out(f"{options.out}: {latents_LD.shape[0]} latents of width {latents_LD.shape[1]}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from loha.adapter import Adapter
+from loha.atomic import atomic_path
 from loha.encoder import EncoderSettings
 from loha.errors import LohaError
 from loha.tokenizer_dir import load_tokenizer
-from loha.weight_files import WeightFiles, read_json
+from loha.weight_files import WeightFiles, read_json, save_tensors
 
 CONFIG_NAME = "model_config.json"
 MARKERS = ("<|memory_start|>", "<|memory_end|>")
@@ -201,6 +204,58 @@ def read_markers(decoder_folder: Path) -> torch.Tensor:
     if missing:
         raise LohaError(f"{decoder_folder}: the tokenizer has no token {missing[0]!r}; it is not an LCLM decoder")
     return WeightFiles(decoder_folder).rows(EMBEDDING, [known[marker] for marker in MARKERS]).float()
+
+
+def lclm_from_layers(
+    base_dir: str | Path, *, layers: int, ratio: int, window: int, out_dir: str | Path, seed: int
+) -> None:
+    """Write an LCLM folder without a decoder: the encoder is a base's own first layers, the adapter is untrained.
+
+    A start for a base that no LCLM exists for. The encoder keeps the base's final norm, tokenizer and weights' dtype.
+
+    Args:
+        base_dir: Hugging Face causal LM.
+        layers: how many of its first layers.
+        ratio: encoder tokens per latent.
+        window: encoder tokens per window.
+        out_dir: to write.
+        seed: of the adapter.
+
+    Raises:
+        LohaError: when the base has fewer layers.
+    """
+    base = WeightFiles(base_dir)
+    config = read_json(Path(base_dir) / "config.json")
+    if not 1 <= layers <= config["num_hidden_layers"]:
+        raise LohaError(f"{base_dir} has {config['num_hidden_layers']} layers, asked for the first {layers}")
+    settings = EncoderSettings(ratio=ratio, window=window)
+    names = [name for name in base.names() if name.startswith("model.") and _layer(name) < layers]
+    config |= {"num_hidden_layers": layers, "architectures": [_base_class(config)]}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:layers]
+    embedding = base.tensor(EMBEDDING).float()
+    width, rms = embedding.shape[1], embedding.square().mean().sqrt().item()
+    adapter = Adapter.fresh(width, width, output_rms=rms, seed=seed)
+    document = {key: getattr(settings, field) for key, field in _SETTING_KEYS.items()}
+    with atomic_path(out_dir) as temporary:
+        (temporary / "encoder").mkdir(parents=True)
+        (temporary / "adapter").mkdir()
+        tensors = {name.removeprefix("model."): base.tensor(name) for name in names}
+        save_tensors(tensors, temporary / "encoder" / "model.safetensors")
+        (temporary / "encoder" / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in sorted(Path(base_dir).glob("tokenizer*")):
+            shutil.copyfile(file, temporary / "encoder" / file.name)
+        save_tensors(adapter.state_dict(), temporary / "adapter" / "adapter.safetensors")
+        (temporary / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _layer(name: str) -> int:
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else 0
+
+
+def _base_class(config: dict[str, Any]) -> str:
+    return config["architectures"][0].replace("ForCausalLM", "Model")
 
 
 def _materialise_buffers(model: nn.Module) -> None:

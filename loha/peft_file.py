@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from loha.errors import LohaError
 from loha.lowrank import PROJECTIONS
+from loha.weight_files import read_header, read_json, save_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -48,7 +49,7 @@ def save_patch(folder: Path, patch: Mapping[str, Factors], *, rank: int, base: s
     for name, (A, B) in patch.items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = A.detach().cpu().contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = B.detach().cpu().contiguous()
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS_NAME)
 
 
 def load_patch(folder: Path) -> dict[str, Factors]:
@@ -57,8 +58,6 @@ def load_patch(folder: Path) -> dict[str, Factors]:
     Raises:
         LohaError: when the folder holds no complete patch of ours (another scale, dropout, bias or tensor names).
     """
-    from loha.weight_files import read_header, read_json
-
     config = read_json(folder / CONFIG_NAME)
     if config.get("lora_alpha") != config.get("r") or config.get("use_rslora") or config.get("bias") != "none":
         raise LohaError(f"{folder / CONFIG_NAME}: a reading patch has lora_alpha = r, no rslora and no bias")

@@ -39,7 +39,7 @@ class RoundingDrift:
     def sentence(self) -> str:
         """Say it on one line."""
         return (
-            f"rounding to {self.dtype} moves logits by up to {self.max_abs_logit:.3g} (mean {self.mean_abs_logit:.3g}), "
+            f"rounding to {self.dtype} moves logits up to {self.max_abs_logit:.3g} (mean {self.mean_abs_logit:.3g}), "
             f"KL {self.kl_nats:.3g} nats; the top token stays at {self.top1_agreement:.1%} of {self.tokens} positions"
         )
 

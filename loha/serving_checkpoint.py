@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from loha.adapter import Adapter
 from loha.encoder import EncoderSettings
@@ -21,7 +20,7 @@ from loha.errors import LohaError
 from loha.hf_config import ARCHITECTURE, LohaConfig
 from loha.render import LatentSettings, Renderer
 from loha.tokenizer_dir import load_tokenizer
-from loha.weight_files import INDEX_NAME, WeightFiles, read_json
+from loha.weight_files import INDEX_NAME, WeightFiles, read_json, save_tensors
 
 ENCODER_TOKENIZER = "encoder_tokenizer"
 SHARD_BYTES = 4 << 30
@@ -102,7 +101,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, s
     files: list[list[str]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
-        save_file(shard, folder / f"part-{len(files)}.tmp", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"part-{len(files)}.tmp")
         files.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
     if len(files) == 1:

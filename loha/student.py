@@ -271,7 +271,8 @@ class Student(nn.Module):
     def _check_region(ids: torch.Tensor, done: int, start: int, stop: int, starts: list[int]) -> None:
         placeholder = ids[start] if 0 <= start < len(ids) else None
         fits = done <= start and stop <= len(ids) and bool((ids[start:stop] == placeholder).all())
-        longer = stop < len(ids) and ids[stop] == placeholder and stop not in starts
+        # Two more, not one: the padding token of some bases is their end of turn, which may follow a region.
+        longer = len(ids) > stop + 1 and bool((ids[stop : stop + 2] == placeholder).all()) and stop not in starts
         if not fits or longer:
             raise LohaError(
                 f"latent region at position {start} is not {stop - start} placeholders (latents and two markers) long; "

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from loha import __version__
 from loha.atomic import atomic_path
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint
 from loha.peft_file import Factors, load_patch, save_patch
-from loha.weight_files import read_header, read_json
+from loha.weight_files import read_header, read_json, save_tensors
 
 CONFIG_NAME = "student.json"
 READING_NAME = "reading.safetensors"
@@ -76,7 +76,7 @@ class StudentFiles:
         with atomic_path(folder) as temporary:
             temporary.mkdir()
             save_patch(temporary / PATCH_NAME, self.patch, rank=self.config.rank, base=self.config.base)
-            save_file(self._reading(), temporary / READING_NAME, metadata={"format": "pt"})
+            save_tensors(self._reading(), temporary / READING_NAME)
             text = json.dumps(dataclasses.asdict(self.config), indent=2)
             (temporary / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
             for name, content in (extra or {}).items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from loha.errors import LohaError
 
@@ -137,6 +138,12 @@ def read_header(file: str | Path) -> dict[str, TensorEntry]:
         for name, value in header.items()
         if name != "__metadata__"
     }
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file that whoever may read its folder may read; safetensors itself makes it private."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
