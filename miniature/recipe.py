@@ -1,0 +1,84 @@
+"""How the miniature is trained: phases, sizes, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miniature.models import TinyLclm
+from miniature.training import Log, Phase, train_agent, train_lclm, train_recall, train_reconstruction
+from miniature.views import Views
+
+Bar = Callable[[str], Log]
+"""Makes the log of a phase from its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Phases of both models and the size of the evaluation."""
+
+    recall: Phase
+    agent: tuple[Phase, ...]
+    reconstruction: Phase
+    lclm: tuple[Phase, ...]
+    full_share: float = 0.15
+    mixed_share: float = 0.25
+    eval_groups: int = 4
+    eval_rows: int = 8
+
+
+FULL = Plan(
+    recall=Phase(steps=400, batch=16, lr=4e-3),
+    agent=(Phase(steps=250, batch=12, pages=(3, 6), lr=2e-3), Phase(steps=150, batch=6, pages=(12, 16), lr=2e-3)),
+    reconstruction=Phase(steps=300, batch=64, lr=4e-3),
+    lclm=(Phase(steps=600, batch=12, pages=(3, 6), lr=2e-3), Phase(steps=300, batch=6, pages=(12, 16), lr=1e-3)),
+)
+QUICK = Plan(
+    recall=Phase(steps=2, batch=2),
+    agent=(Phase(steps=2, batch=2, pages=(3, 4)),),
+    reconstruction=Phase(steps=2, batch=4),
+    lclm=(Phase(steps=3, batch=2, pages=(3, 4)),),
+    eval_groups=1,
+    eval_rows=1,
+)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_base(folder: Path) -> tuple[Any, Any]:
+    """Return the decoder (fp32) and tokenizer of a base folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load_tokenizer(folder)
+
+
+def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Random, bar: Bar) -> None:
+    """Train a new base: recall first, then short trajectories, then long ones."""
+    views = Views(tokenizer)
+    train_recall(decoder, tokenizer, plan.recall, rng, bar("recall"))
+    for phase in plan.agent:
+        train_agent(decoder, views, phase, rng, bar(f"agent {phase.pages[0]}-{phase.pages[1]} pages"))
+
+
+def train_lclm_phases(lclm: TinyLclm, views: Views, plan: Plan, rng: random.Random, bar: Bar) -> None:
+    """Train an LCLM from the base: encoder and adapter learn to hold a page, then all learn to read it."""
+    train_reconstruction(lclm, views, plan.reconstruction, rng, bar(f"latents {lclm.ratio}x"))
+    for phase in plan.lclm:
+        train_lclm(
+            lclm,
+            views,
+            phase,
+            rng,
+            bar(f"lclm {lclm.ratio}x {phase.pages[0]}-{phase.pages[1]} pages"),
+            full_share=plan.full_share,
+            mixed_share=plan.mixed_share,
+        )
