@@ -16,6 +16,7 @@ Source: the ACD paper's coarsened divergence; the derivation stands in full abov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +63,12 @@ class Targets:
         """Return the targets of some positions."""
         return Targets(self.ids_NC[index], self.logp_NC[index], self.tail_N[index])
 
+    @staticmethod
+    def join(parts: Sequence[Targets]) -> Targets:
+        """Return the targets of several runs of positions, at least one."""
+        columns = ([p.ids_NC for p in parts], [p.logp_NC for p in parts], [p.tail_N for p in parts])
+        return Targets(*(torch.cat(column) for column in columns))
+
 
 def certain_targets(ids_N: Tensor) -> Targets:
     """Return targets that put all mass on one id, which makes the forward KL a cross-entropy."""
@@ -106,6 +113,23 @@ def kl_to(
     return fused_kl(
         hidden_ND, lm_head_VD, targets.ids_NC, targets.logp_NC, targets.tail_N, direction=direction, chunk=chunk
     )
+
+
+@torch.no_grad()
+def score(targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, chunk: int = 256) -> tuple[Tensor, Tensor]:
+    """Return per position the forward KL(teacher||student) in nats and the student's likeliest id, for evaluation."""
+    check_targets(hidden_ND, lm_head_VD, targets.ids_NC)
+    head = Head(lm_head_VD)
+    kl, best = [hidden_ND.new_zeros(0, dtype=head.compute_dtype)], [targets.ids_NC.new_zeros(0)]
+    for start in range(0, len(hidden_ND), chunk):
+        part = targets.select(slice(start, start + chunk))
+        buckets = student_buckets(head.logits(hidden_ND[start : start + chunk]), part.ids_NC)
+        logp_nB = torch.cat([part.logp_NC, part.tail_N[:, None]], dim=1).to(head.compute_dtype)
+        kl.append(_divergence(logp_nB, buckets.logq_nB, "forward")[0])
+        top_n, index_n = buckets.logits_nC.max(dim=1)
+        candidate_n = part.ids_NC.gather(1, index_n[:, None])[:, 0]
+        best.append(torch.where(top_n >= buckets.tail_max_n, candidate_n, buckets.tail_argmax_n))
+    return torch.cat(kl), torch.cat(best)
 
 
 def check_targets(hidden_ND: Tensor, lm_head_VD: Tensor, ids_NC: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from acd.packing import Piece, View
@@ -33,6 +33,8 @@ class Example:
     states: list[int]
     """Positions of the states that predict the assistant tokens."""
     assistant_ids: list[int]
+    turn_lengths: tuple[int, ...]
+    """Assistant tokens of each turn."""
     answer_states: list[int]
     """Positions of the states that predict read-back answers, in order of the questions."""
     answer_ids: list[int]
@@ -53,7 +55,7 @@ class ViewRule:
     latent_k: tuple[int, ...] = (0,)
     latent_share: float = 1.0
     full_share: float = 1.0
-    readback: ReadBackRule = ReadBackRule()
+    readback: ReadBackRule = field(default_factory=ReadBackRule)
     seed: int = 0
 
 
@@ -110,7 +112,7 @@ class ViewBuilder:
 
 def full_view(renderer: Renderer, trajectory: Trajectory) -> Example:
     """Return a trajectory with every observation as text."""
-    return _example(_render(renderer, trajectory.messages, trajectory, view="full"))
+    return example_of(_render(renderer, trajectory.messages, trajectory, view="full"))
 
 
 def latent_view(
@@ -128,15 +130,15 @@ def latent_view(
     window = Window(k=k)
     plain = _render(renderer, trajectory.messages, trajectory, window=window)
     if readback is None or readback.share == 0 or not plain.latents:
-        return _example(plain)
+        return example_of(plain)
     questions = _questions(renderer, trajectory, plain, readback, seed)
     if not questions:
-        return _example(plain)
+        return example_of(plain)
     asked = _render(renderer, [*trajectory.messages, *_turns(questions)], trajectory, window=window)
     # A template that rewrites earlier turns when a user turn follows would change what J sees: then nothing is asked.
     if asked.token_ids[: len(plain.token_ids)] != plain.token_ids or asked.latents != plain.latents:
-        return _example(plain)
-    return _example(asked, turns=len(plain.assistant_spans), questions=questions)
+        return example_of(plain)
+    return example_of(asked, turns=len(plain.assistant_spans), questions=questions)
 
 
 def ids_hash(ids: Sequence[int]) -> str:
@@ -186,8 +188,14 @@ def _render(renderer: Renderer, messages: Sequence[Any], trajectory: Trajectory,
         raise LohaError(f"trajectory {trajectory.id!r}: {error}") from error
 
 
-def _example(rendering: Rendering, *, turns: int | None = None, questions: Sequence[Question] = ()) -> Example:
-    """Turn a rendering into an example; assistant spans from `turns` on are read-back answers."""
+def example_of(rendering: Rendering, *, turns: int | None = None, questions: Sequence[Question] = ()) -> Example:
+    """Turn a rendering into an example.
+
+    Args:
+        rendering: of a history.
+        turns: assistant spans from this one on are read-back answers; None for none.
+        questions: that they answer.
+    """
     ids = rendering.token_ids
     spans = rendering.assistant_spans
     own, answers = spans[:turns], spans[turns:] if turns is not None else []
@@ -200,6 +208,7 @@ def _example(rendering: Rendering, *, turns: int | None = None, questions: Seque
         regions=[(latent.start, latent.encoder_ids) for latent in rendering.latents],
         states=[t - 1 for t in positions],
         assistant_ids=[ids[t] for t in positions],
+        turn_lengths=tuple(span.end - span.start for span in own),
         answer_states=[t - 1 for t in answer_positions],
         answer_ids=[ids[t] for t in answer_positions],
         questions=tuple(questions),
@@ -208,12 +217,9 @@ def _example(rendering: Rendering, *, turns: int | None = None, questions: Seque
 
 
 def _measured(piece: Piece, example: Example) -> Piece:
-    return Piece(
-        trajectory=piece.trajectory,
-        view=piece.view,
+    return replace(
+        piece,
         tokens=len(example.token_ids),
         positions=len(example.assistant_ids),
         answers=len(example.answer_ids),
-        k=piece.k,
-        epoch=piece.epoch,
     )

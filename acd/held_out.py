@@ -1,0 +1,61 @@
+"""Evaluation in the course of training, shared out over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from acd.config import Config
+from acd.corpus import Corpus
+from acd.evaluate import EvaluationRule, Evaluator
+from loha.errors import LohaError
+from loha.student import Student
+
+
+class HeldOut:
+    """The held-out slice of a run.
+
+    Args:
+        config: of the run.
+        student: in training.
+        accelerator: shares the trajectories out.
+
+    Raises:
+        LohaError: when evaluation is asked for but no held-out file is named.
+    """
+
+    def __init__(self, config: Config, student: Student, accelerator: Accelerator) -> None:
+        self.every = config.run.evaluate_every
+        self.student = student
+        self.accelerator = accelerator
+        self.anchor_weight = config.loss.anchor_weight
+        self.rule = EvaluationRule(
+            readback=config.readback.rule() if config.readback.share else None,
+            candidates=config.teacher.candidates,
+            chunk=config.loss.chunk,
+        )
+        if self.every and not config.data.held_out:
+            raise LohaError("run.evaluate_every needs data.held_out: name a file of trajectories not trained on")
+        self.corpus = (
+            Corpus(config.data.held_out, limit=config.data.held_out_limit)
+            if self.every and config.data.held_out
+            else None
+        )
+
+    def due(self, done: int) -> bool:
+        """Return whether to evaluate after `done` optimizer steps."""
+        return self.every > 0 and done % self.every == 0
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return the report of the student as it is now; every rank must call this, and all get the same report."""
+        assert self.corpus is not None, "checked when it was made"
+        evaluator = Evaluator(self.student.eval(), self.rule)
+        mine = self.corpus.entries()[self.accelerator.process_index :: self.accelerator.num_processes]
+        for entry in mine:
+            evaluator.add(self.corpus[entry.id])
+        evaluator.merge(gather_object([(evaluator.scores, evaluator.answers)]))
+        self.student.train()
+        report = evaluator.report()
+        return report | {"loss": report["k"]["0"]["kl"] + self.anchor_weight * report["drift"]}
