@@ -51,13 +51,12 @@ class ProjectionReport:
             delta: their difference, truncated.
         """
         sigma, rank, floor = delta.singular_values, delta.A.shape[0], rounding_floor(lclm)
-        norm = sigma.norm().item()
         return cls(
             name=name,
             shape=(base.shape[0], base.shape[1]),
             rank=rank,
-            delta_norm=norm,
-            relative_norm=norm / max(base.double().norm().item(), 1e-30),
+            delta_norm=delta.norm,
+            relative_norm=delta.norm / max(base.double().norm().item(), 1e-30),
             energy={n: delta.energy(n) for n in REPORT_RANKS if n <= len(sigma)},
             energy_kept=delta.energy(rank),
             sigma_1=sigma[0].item(),

