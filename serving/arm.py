@@ -26,7 +26,7 @@ class Arm:
 
     def request(self) -> dict[str, Any]:
         """Return the `loha` object of a request."""
-        return {"k": format_k(self.k), "polling": self.polling, "view": self.view}
+        return {"k": format_k(None) if self.k is None else self.k, "polling": self.polling, "view": self.view}
 
 
 def grid(views: Iterable[View], ks: Iterable[int | None], pollings: Iterable[int]) -> list[Arm]:

@@ -1,14 +1,15 @@
 """ASGI middleware: reads the top-level `loha` object of a request body and adds the account to the answer.
 
-It never rewrites a request. The body's options reach the renderer, in the same task, through a context variable, and
-so work on every route that renders chat messages (chat completions, responses, Anthropic messages, tokenize). The
-renderer checks them, after vLLM has checked the API key; what is wrong with them is answered as HTTP 400 by vLLM's
-own error handlers.
+The options reach the renderer, in the same task, through a context variable, and so work on every route that renders
+chat messages (chat completions, responses, Anthropic messages, tokenize). The body is read only when vLLM asks for it,
+after it has checked the API key. The renderer checks the options; what is wrong with them is answered as HTTP 400 by
+vLLM's own error handlers.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,7 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-_KEY = b'"loha"'
+_OPTIONS = b'"loha"'
+_NULL_CONTENT = re.compile(rb'"content"\s*:\s*null')
 _UNCOUNTED = ("/tokenize", "/detokenize", "/render")
 _HEADER_PREFIX = b"x-loha-"
 
@@ -41,36 +43,59 @@ class LohaMiddleware:
         try:
             counted = not scope["path"].endswith(_UNCOUNTED)
             answer = _Answer(account, send, counted=counted)
-            await self.app(scope, _watch_body(receive, account), answer.send)
+            await self.app(scope, _whole_body(receive, account), answer.send)
         finally:
             CURRENT.reset(token)
 
 
-def _watch_body(receive: Receive, account: RequestAccount) -> Receive:
-    """Pass the body on as it comes and read `loha` from it once it is whole."""
-    chunks: list[bytes] = []
+def _whole_body(receive: Receive, account: RequestAccount) -> Receive:
+    """Hand the body over whole, with its options read, when the application asks for it."""
+    delivered = False
 
-    async def watched() -> Message:
-        message = await receive()
-        if message["type"] == "http.request":
+    async def whole() -> Message:
+        nonlocal delivered
+        if delivered:
+            return await receive()
+        chunks: list[bytes] = []
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
             chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
-                account.body_options = _body_options(b"".join(chunks))
-                chunks.clear()
-        return message
+                break
+        delivered = True
+        body, account.body_options = prepare_body(b"".join(chunks))
+        return {"type": "http.request", "body": body, "more_body": False}
 
-    return watched
+    return whole
 
 
-def _body_options(body: bytes) -> Any:
-    """Return the value of the top-level key `loha`, or None; broken JSON is left for vLLM to report."""
-    if _KEY not in body:
-        return None
+def prepare_body(body: bytes) -> tuple[bytes, Any]:
+    """Return the body that vLLM gets, and the value of its top-level key `loha` (None without one).
+
+    vLLM refuses null contents of tool results, which some agents send; they become empty strings. Broken JSON is
+    left for vLLM to report.
+    """
+    if _OPTIONS not in body and not _NULL_CONTENT.search(body):
+        return body, None
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return None
-    return value.get("loha") if isinstance(value, dict) else None
+        return body, None
+    if not isinstance(value, dict):
+        return body, None
+    changed = _fill_null_contents(value.get("messages"))
+    return (json.dumps(value).encode() if changed else body), value.get("loha")
+
+
+def _fill_null_contents(messages: Any) -> bool:
+    changed = False
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") != "assistant" and message.get("content", "") is None:
+            message["content"] = ""
+            changed = True
+    return changed
 
 
 class _Answer:

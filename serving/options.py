@@ -38,7 +38,7 @@ class RequestOptions:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `resolve_options` reads back to this."""
         return {
-            "k": format_k(self.window.k),
+            "k": format_k(None) if self.window.k is None else self.window.k,
             "polling": self.window.polling,
             "view": self.view,
             "keep_tools": sorted(self.keep_tools),

@@ -84,7 +84,7 @@ class LohaChatRenderer(HfRenderer):
         )
         if kwargs.get("continue_final_message"):
             raise LohaError("continue_final_message is not supported by this server; end with a user or tool message")
-        history = [_with_reasoning_content(message) for message in messages]
+        history = [_plain_message(message) for message in messages]
         with self._lock:
             rendering = self._rendering(history, params, options)
             placed = self._place(rendering)
@@ -148,12 +148,18 @@ def _template_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key not in _NOT_TEMPLATE_VARIABLES and value is not None}
 
 
-def _with_reasoning_content(message: Any) -> Any:
-    """Return the message with vLLM's `reasoning` under the name that chat templates read."""
-    if (
-        isinstance(message, Mapping)
-        and isinstance(message.get("reasoning"), str)
-        and "reasoning_content" not in message
-    ):
-        return {**message, "reasoning_content": message["reasoning"]}
-    return message
+def _plain_message(message: Any) -> Any:
+    """Return the message as clients sent it.
+
+    vLLM hands content lists over as one-shot validators, and reasoning under `reasoning`, where templates and recorded
+    trajectories say `reasoning_content`.
+    """
+    if not isinstance(message, Mapping):
+        return message
+    plain = dict(message)
+    content = plain.get("content")
+    if content is not None and not isinstance(content, (str, bytes, Mapping)) and isinstance(content, Iterable):
+        plain["content"] = list(content)
+    if isinstance(plain.get("reasoning"), str):
+        plain.setdefault("reasoning_content", plain["reasoning"])
+    return plain

@@ -1,0 +1,165 @@
+"""The middleware around small ASGI applications: what it reads from bodies and what it adds to answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serving.account import CURRENT, Report
+from serving.middleware import LohaMiddleware, prepare_body
+from serving.options import RequestOptions
+
+REPORT = Report(
+    options=RequestOptions(),
+    observations=2,
+    full_text_tokens=100,
+    context_tokens=40,
+    latent_tokens=5,
+    encoder_tokens=70,
+    encoder_tokens_new=30,
+)
+ACCOUNT = REPORT.usage()
+
+
+def call(app: Any, chunks: list[bytes], path: str = "/v1/chat/completions") -> tuple[dict[str, Any], list[bytes]]:
+    """Run one request through the middleware; return the response start and its body messages."""
+    incoming = [
+        {"type": "http.request", "body": chunk, "more_body": i < len(chunks) - 1} for i, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> Any:
+        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path}
+    asyncio.run(LohaMiddleware(app)(scope, receive, send))
+    assert CURRENT.get() is None
+    return sent[0], [message["body"] for message in sent[1:]]
+
+
+def answering(
+    *bodies: bytes,
+    kind: bytes = b"application/json",
+    status: int = 200,
+    report: Report | None = REPORT,
+    seen: Any = None,
+) -> Callable[..., Any]:
+    """Return an application that reads its body, sets the report as the renderer would, and answers."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        account = CURRENT.get()
+        assert account is not None
+        if seen is not None:
+            seen.append((body, account.body_options))
+        account.report = report
+        headers = [(b"content-type", kind), (b"content-length", b"1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for i, part in enumerate(bodies):
+            await send({"type": "http.response.body", "body": part, "more_body": i < len(bodies) - 1})
+
+    return app
+
+
+def test_options_are_read_and_the_body_arrives_as_it_was() -> None:
+    body = json.dumps({"messages": [], "loha": {"k": 1}}).encode()
+    for cut in ([body], [body[:5], body[5:9], body[9:]], [body, b""]):
+        seen: list[Any] = []
+        call(answering(b"{}", seen=seen), cut)
+        assert seen == [(body, {"k": 1})]
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        (b"", None),
+        (b'{"loha": ', None),
+        (b'["loha"]', None),
+        (b'{"messages": [{"content": "\\"loha\\""}]}', None),
+        (b'{"x": {"loha": 1}}', None),
+        (b'{"loha": null}', None),
+        (b'{"loha": 5}', 5),
+        (b'{"loha": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    ],
+)
+def test_any_body_passes(body: bytes, options: Any) -> None:
+    assert prepare_body(body) == (body, options)
+
+
+def test_null_contents_of_results_become_empty_strings() -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
+    messages = [{"role": "tool", "content": None, "tool_call_id": "c"}, said, {"role": "user", "content": "x"}, 3]
+    body, _ = prepare_body(json.dumps({"messages": messages}).encode())
+    assert json.loads(body)["messages"] == [{**messages[0], "content": ""}, said, messages[2], 3]  # type: ignore[dict-item]
+    kept = json.dumps({"messages": [said]}).encode()
+    assert prepare_body(kept) == (kept, None)
+
+
+def test_account_is_added_to_a_json_answer() -> None:
+    usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
+    answer = json.dumps({"id": "é", "usage": usage}, ensure_ascii=False).encode()
+    start, (body,) = call(answering(answer[:7], answer[7:]), [b"{}"])
+    assert json.loads(body) == {"id": "é", "usage": {**usage, "loha": {**ACCOUNT, "cached_tokens": 32}}}
+    headers = dict(start["headers"])
+    assert headers[b"content-length"] == str(len(body)).encode()
+    assert headers[b"x-loha-context-tokens"] == b"40" and headers[b"x-loha-k"] == b"3"
+
+
+def test_answers_without_a_report_are_untouched() -> None:
+    answer = b'{"usage": {"prompt_tokens": 1}}'
+    for app in (answering(answer, report=None), answering(answer, status=400)):
+        start, (body,) = call(app, [b"{}"])
+        assert body == answer and dict(start["headers"])[b"content-length"] == b"1"
+
+
+def event(**value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+CHUNK = event(object="chat.completion.chunk", choices=[{"delta": {"content": '"usage"'}}], usage={"prompt_tokens": 1})
+PLAIN = event(object="chat.completion.chunk", choices=[{"delta": {"content": "hé"}}])
+LAST = event(object="chat.completion.chunk", choices=[], usage={"prompt_tokens": 40})
+DONE = b"data: [DONE]\n\n"
+
+
+def parsed(stream: bytes) -> list[Any]:
+    lines = [line.removeprefix(b"data: ") for line in stream.split(b"\n") if line]
+    return [line if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+def test_only_the_last_chunk_of_a_stream_changes() -> None:
+    stream = PLAIN + CHUNK + LAST + DONE
+    expected = [*parsed(PLAIN + CHUNK), {**parsed(LAST)[0], "usage": {"prompt_tokens": 40, "loha": ACCOUNT}}, b"[DONE]"]
+    for size in (1, 13, len(stream)):
+        parts = [stream[i : i + size] for i in range(0, len(stream), size)]
+        start, bodies = call(answering(*parts, b"", kind=b"text/event-stream; charset=utf-8"), [b"{}"])
+        assert parsed(b"".join(bodies)) == expected
+        assert dict(start["headers"])[b"x-loha-latent-tokens"] == b"5"
+
+
+def test_stream_events_are_not_held_back() -> None:
+    _, bodies = call(answering(PLAIN, PLAIN, DONE, kind=b"text/event-stream"), [b"{}"])
+    assert bodies == [PLAIN, PLAIN, DONE]
+
+
+def test_events_of_the_other_apis_get_the_account() -> None:
+    completed = b"event: response.completed\n" + event(
+        type="response.completed", response={"usage": {"input_tokens": 1}}
+    )
+    delta = b"event: message_delta\n" + event(type="message_delta", usage={"output_tokens": 1})
+    _, bodies = call(answering(completed, delta, kind=b"text/event-stream"), [b"{}"], path="/v1/responses")
+    first, second = (json.loads(body.split(b"data: ")[1]) for body in bodies)
+    assert first["response"]["usage"]["loha"] == ACCOUNT
+    assert second["usage"]["loha"] == ACCOUNT
