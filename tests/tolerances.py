@@ -7,3 +7,6 @@ LOSS_VALUE_FP32 = 1e-6  # relative; observed 7e-8
 
 # miniature: training's own encoder and adapter against loha's, fp32, latents of scale about 1.
 MINIATURE_LATENTS = 1e-5  # observed 5e-7
+
+# loha: packed rows, mini-batches and stock attention against one piece at a time, fp32, states of scale about 3.
+PACKED_FP32 = 1e-5  # observed 3e-6
