@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,9 +123,18 @@ def scan(
         yield from _numbered(path, (work(start, measure=measure) for start in starts))
         return
     # Spawned, not forked: tokenizers keep threads of their own.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(workers, len(starts) or 1), initializer=_start_worker, initargs=(length, tokenizer)) as pool:
-        yield from _numbered(path, pool.imap(partial(_work, work), starts))
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(length, tokenizer),
+    )
+    try:
+        yield from _numbered(path, pool.map(partial(_work, work), starts))
+    except BrokenProcessPool as error:
+        raise LohaError(f"{path}: a measuring process died, out of memory perhaps; use fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _numbered(path: Path, chunks: Iterator[ScannedChunk]) -> Iterator[ScannedChunk]:

@@ -174,10 +174,11 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
             rows = file.metadata.num_rows
             if not rows:
                 yield _unreadable(path, "empty file", "has columns but no row")
-            share = path.stat().st_size // max(rows, 1)
+            size = path.stat().st_size
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
                 for data, problem in _batch_rows(batch):
                     row += 1
+                    share = size * row // rows - size * (row - 1) // rows  # adds up to the size
                     yield RawRow(file=path, row=row, data=data, problem=problem, bytes_read=share)
     except (pa.ArrowException, OSError) as error:
         place = f"after row {row}" if row else "from its start"

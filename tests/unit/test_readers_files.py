@@ -176,5 +176,6 @@ def test_progress_adds_up_to_the_size_of_the_input(tmp_path: Path):
         write(tmp_path / "i" / f"m-{turns}.json", call("t", turns, turns))
     write(tmp_path / "rows.jsonl", json.dumps(ROW) + "\n" + json.dumps(ROW))
     write(tmp_path / "cut.json", '{"a"')
+    pq.write_table(pa.table({"n": list(range(7))}), tmp_path / "a.parquet")
     files = find_files([tmp_path])
     assert sum(raw.bytes_read for raw in read_rows(files)) == sum(file.size for file in files)
