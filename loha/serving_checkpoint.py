@@ -51,10 +51,10 @@ class ServingCheckpoint:
             LohaError: when it is something else or incomplete.
         """
         folder = Path(folder)
-        values = read_json(folder / "config.json") if folder.is_dir() else {}
+        values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         if values.get("architectures") != [ARCHITECTURE]:
-            got = values.get("architectures") if values else "no such folder"
-            raise LohaError(f"{folder} is no serving checkpoint ({got}); make one with `loha export STUDENT --out DIR`")
+            got = f"config.json names {values.get('architectures')}" if values else "no config.json there"
+            raise LohaError(f"{folder} is no serving checkpoint: {got}; make one with `loha export STUDENT --out DIR`")
         checkpoint = cls(folder=folder, config=LohaConfig(**values), weights=WeightFiles(folder))
         if "markers" not in checkpoint.weights:
             raise LohaError(f"{folder} lacks the tensor 'markers'; was it written completely?")

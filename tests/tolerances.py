@@ -10,3 +10,17 @@ MINIATURE_LATENTS = 1e-5  # observed 5e-7
 
 # loha: packed rows, mini-batches and stock attention against one piece at a time, fp32, states of scale about 3.
 PACKED_FP32 = 1e-5  # observed 3e-6
+
+# loha: residual of the truncated delta over the optimal one, minus 1.
+SVD_EXCESS = 1e-5  # observed 1e-9 in the steep spectrum (float32 factors), 1e-13 elsewhere
+
+# loha plan: planned bytes against bytes alive at the peak of a real training step on the CPU, relative.
+PLANNED_PEAK = 0.02  # observed 0.0002 to 0.013
+PLANNED_PEAK_LATENTS = 0.05  # observed 0.037: the token embeddings stay alive beside the row's input vectors
+PLANNED_PEAK_WITHOUT_CHECKPOINTS = 0.06  # observed 0.044, the plan above
+# loha: our patch through peft against our own layers, fp32, logits of scale about 10.
+PEFT_LOGITS = 1e-4  # observed 1e-5
+# loha: latents against those of the LCLM authors' code, fp32, scale 0.7.
+REFERENCE_LATENTS = 1e-5  # observed 3e-7
+# loha: merged weights against patch beside base, fp32, logits of scale about 10.
+MERGED_FP32 = 1e-4  # observed 1e-5
