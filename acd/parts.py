@@ -61,7 +61,7 @@ def make_accelerator(config: Config) -> Accelerator:
         project_dir=config.run.output_dir,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=_WAIT),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     set_seed(config.run.seed)

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
@@ -16,13 +17,21 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Remembers that the job was asked to end."""
+    """Remembers, inside a `with` block, that the job was asked to end."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Preemption:
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._note)
         _end_with_launcher()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -26,6 +26,9 @@ class AcdModel(nn.Module):
         self.student = student
         self.loss = loss
         self.candidates = candidates
+        # DDP shall copy and watch only what trains: the frozen weights are the same file on every rank.
+        frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
+        self._ddp_params_and_buffers_to_ignore = frozen + [name for name, _ in self.named_buffers()]
 
     def forward(self, row: TrainingRow | None) -> Tensor:
         """Return [3], the summed losses in nats of distill, read-back and anchor, undivided.

@@ -150,6 +150,7 @@ def write_shard(
     }
     with atomic_path(path) as temporary:
         save_file(arrays, temporary, metadata={"teacher_cache": json.dumps(about)})
+        temporary.chmod(0o644)  # safetensors makes files that only their owner can read
 
 
 def read_shard_info(path: Path) -> ShardInfo:

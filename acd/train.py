@@ -37,9 +37,17 @@ from loha.progress import note, progress_bar
 
 
 def train(config: Config) -> None:
-    """Train a student, from its start or from its newest checkpoint, to the end of the plan."""
+    """Train a student, from its start or from its newest checkpoint, to the end of the plan.
+
+    Raises:
+        LohaError: when a part is missing, damaged, or does not belong to the others.
+    """
+    with Preemption() as preemption:
+        _train(config, preemption)
+
+
+def _train(config: Config, preemption: Preemption) -> None:
     # 1. What the run is made of
-    preemption = Preemption()
     accelerator = make_accelerator(config)
     folder = RunFolder(config)
     if accelerator.is_main_process:
@@ -60,8 +68,8 @@ def train(config: Config) -> None:
 
     # 4. Optimizer steps
     model.train()
+    log.start_clock()
     for step, rows in parts.steps(cursor.step):
-        start = time.perf_counter()
         whole = _whole_step(accelerator, rows, stop=preemption.requested)
         if whole.stop:
             break
@@ -78,7 +86,7 @@ def train(config: Config) -> None:
                 counts=whole.counts,
                 anchor_weight=config.loss.anchor_weight,
                 tokens=whole.tokens,
-                seconds=time.perf_counter() - start,
+                seconds=log.seconds(),
                 grad_norm=float(norm),
                 rates=rates,
             )
@@ -87,6 +95,7 @@ def train(config: Config) -> None:
             cursor = _evaluate(held_out, log, cursor, folder, parts)
         if config.run.checkpoint_every and cursor.step % config.run.checkpoint_every == 0:
             _save(accelerator, folder, parts, optimizer, cursor)
+        log.start_clock()
 
     # 5. What it leaves
     _save(accelerator, folder, parts, optimizer, cursor)
@@ -183,11 +192,20 @@ class _Log:
     def __init__(self, config: Config, accelerator: Accelerator, folder: RunFolder, first: int, total: int) -> None:
         self.accelerator = accelerator
         self.main = accelerator.is_main_process
+        self._start = time.perf_counter()
         accelerator.init_trackers("acd", config=flat(config_dict(config)))
         if self.main:
             self._metrics = JsonLines(folder.root / METRICS_NAME, before=first)
             self._evaluations = JsonLines(folder.root / EVALUATIONS_NAME, before=first + 1)
             self._bar = progress_bar("training", total=total - first, unit="step")
+
+    def start_clock(self) -> None:
+        """Begin to time a step: its rendering counts, evaluations and checkpoints do not."""
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time since the clock was started."""
+        return time.perf_counter() - self._start
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log one optimizer step."""

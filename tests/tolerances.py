@@ -24,3 +24,7 @@ PEFT_LOGITS = 1e-4  # observed 1e-5
 REFERENCE_LATENTS = 1e-5  # observed 3e-7
 # loha: merged weights against patch beside base, fp32, logits of scale about 10.
 MERGED_FP32 = 1e-4  # observed 1e-5
+
+# acd: two processes against one, six steps of the tiny world, float32.
+TWO_PROCESS_LOSS = 1e-5  # relative; observed 3e-8 at step 3
+TWO_PROCESS_TENSORS = 2e-5  # Adam turns the last bit of a gradient near zero into a visible part of one step (1e-3)

@@ -1,0 +1,90 @@
+"""Run training commands in real processes that can be killed, forked from a server that has already imported torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["acd.train", "acd.cache_teacher", "tests.acd_world"])
+TIMEOUT_S = 300.0
+
+
+def start_train(config: Path, *overrides: str, world: int = 1) -> list[BaseProcess]:
+    """Start `acd/train.py` on `world` processes."""
+    port = free_port()
+    return [_start(_train, [str(config), *overrides], rank, world, port) for rank in range(world)]
+
+
+def start_cache(config: Path, *overrides: str) -> BaseProcess:
+    """Start `python -m acd.cache_teacher`."""
+    return _start(_cache, [str(config), *overrides], 0, 1, 0)
+
+
+def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Wait for processes to end and return their exit codes."""
+    for process in processes:
+        process.join(TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
+def wait_for(condition: Callable[[], bool], process: BaseProcess) -> None:
+    """Wait until a condition holds, while the process lives."""
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.is_alive(), f"the process ended with {process.exitcode} before the condition held"
+        assert time.monotonic() < end, "the condition never held"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(function: Callable[..., None], words: list[str], rank: int, world: int, port: int) -> BaseProcess:
+    process = _FORKSERVER.Process(target=function, args=(words, rank, world, port))
+    process.start()
+    return process
+
+
+def _train(words: list[str], rank: int, world: int, port: int) -> None:
+    from acd.command import run_command
+    from acd.train import main
+
+    _prepare(rank, world, port)
+    sys.exit(run_command(lambda: main(["--config", *words])))
+
+
+def _cache(words: list[str], rank: int, world: int, port: int) -> None:
+    from acd.cache_teacher import main
+    from acd.command import run_command
+
+    _prepare(rank, world, port)
+    sys.exit(run_command(lambda: main(["--config", *words])))
+
+
+def _prepare(rank: int, world: int, port: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
