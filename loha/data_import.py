@@ -13,7 +13,7 @@ import tyro
 
 from loha.atomic import atomic_path
 from loha.console import out
-from loha.data_report import RowName, Tally, write_report
+from loha.data_report import RowName, Tally, check_out, write_report
 from loha.errors import LohaError
 from loha.outcomes import read_outcomes
 from loha.progress import progress_bar
@@ -151,6 +151,7 @@ class Import:
 
 def main(options: Options) -> int:
     """Read recorded agent runs into one canonical JSONL; rows that cannot be read are reported, never lost silently."""
+    check_out(options.out)
     readers = by_name(options.format)
     files = find_files(options.inputs, leave_out=[options.out])
     work = Import(

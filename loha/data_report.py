@@ -10,6 +10,7 @@ from typing import Any
 
 from loha import __version__
 from loha.atomic import atomic_path
+from loha.errors import LohaError
 from loha.progress import note
 
 LINES_PER_REASON = 10
@@ -91,6 +92,16 @@ class Tally:
         return f"dropped {self.total}: " + ", ".join(
             f"{count} {reason}" for reason, count in self.dropped.most_common()
         )
+
+
+def check_out(out: Path) -> None:
+    """Refuse an output that is a folder, before any work is done.
+
+    Raises:
+        LohaError: when it is.
+    """
+    if out.is_dir():
+        raise LohaError(f"--out {out}: is a folder, expected the name of a JSONL file to write")
 
 
 def report_path(out: Path) -> Path:

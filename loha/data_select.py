@@ -12,7 +12,7 @@ import tyro
 
 from loha.atomic import atomic_path
 from loha.console import out
-from loha.data_report import RowName, Tally, write_report
+from loha.data_report import RowName, Tally, check_out, write_report
 from loha.data_scan import Length, ScannedRow, scan, worker_count
 from loha.errors import LohaError
 from loha.progress import progress_bar
@@ -119,6 +119,7 @@ def main(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
+    check_out(options.out)
     if not options.trajectories.is_file():
         raise LohaError(f"{options.trajectories}: no such trajectory file; make one with `loha data import`")
     if options.max_tokens is not None and options.length != "tokens":

@@ -44,7 +44,11 @@ def note(text: str) -> None:
 class _Lines(io.TextIOBase):
     """Turns a bar's redrawing into lines, for logs and pipes."""
 
+    _last = ""
+
     def write(self, text: str) -> int:
-        if text.strip():
-            err(text.strip())
+        line = text.strip()
+        if line and line != self._last:
+            err(line)
+            self._last = line
         return len(text)

@@ -160,7 +160,7 @@ def _parse(raw: bytes, what: str) -> tuple[Any, BadRow | None]:
     except RecursionError:
         return None, BadRow("not JSON", f"{what} is nested too deeply")
     except ValueError as error:
-        return None, BadRow("not JSON", f"{error}; is {what} cut off?")
+        return None, BadRow("not JSON", f"{error} (is {what} cut off?)")
 
 
 def _read_parquet(path: Path) -> Iterator[RawRow]:

@@ -75,7 +75,7 @@ def decoded(value: Any, column: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{column} is not JSON", f"{error}; is the text cut off?") from error
+        raise BadRow(f"{column} is not JSON", f"{error} (is the text cut off?)") from error
 
 
 def text_of(row: Mapping[str, Any], *keys: str) -> str | None:

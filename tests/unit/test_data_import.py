@@ -125,6 +125,12 @@ def test_missing_input_and_unknown_format(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "o.jsonl").exists()
 
 
+def test_a_folder_as_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(write_rows(tmp_path / "a.jsonl", chat()), "--out", tmp_path) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_a_named_format_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = write_rows(tmp_path / "a.jsonl", chat())
     assert run(source, "--out", tmp_path / "o.jsonl", "--format", "coderforge") == 2

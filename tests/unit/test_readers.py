@@ -214,7 +214,7 @@ def test_instance_of_examples(trajectory_id: str, instance: str):
 INSTANCE = st.from_regex(r"[A-Za-z0-9_.]{1,12}__[a-z.]{1,12}-[0-9]{1,4}", fullmatch=True)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(
     instance=INSTANCE,
     run=st.integers(0, 10**6),
@@ -476,7 +476,7 @@ def agent_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
     return messages
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(agent_runs())
 def test_canonical_form_is_valid_lossless_and_stable(messages: list[dict[str, Any]]):
     original = copy.deepcopy(messages)
