@@ -20,8 +20,11 @@ _REQUIRED = ("text_config", "encoder_config", "compression_ratio", "encoder_wind
 _OUTSIDE_DECODER = ("adapter.", "markers", "encoder.")
 
 
-def check_checkpoint(folder: Path) -> None:
+def check_checkpoint(folder: Path) -> LohaConfig:
     """Check that a folder is a complete serving checkpoint whose tokenizers are those of the export.
+
+    Returns:
+        Its configuration.
 
     Raises:
         LohaError: naming what is missing or different, and the remedy.
@@ -39,6 +42,7 @@ def check_checkpoint(folder: Path) -> None:
             raise LohaError(f"{folder / 'config.json'} lacks {key!r}: export the student again with this version")
     checkpoint = ServingCheckpoint.open(folder)
     checkpoint_renderer(folder, checkpoint.config)
+    return checkpoint.config
 
 
 def checkpoint_renderer(folder: str | Path, config: LohaConfig, *, chat_template: str | None = None) -> Renderer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 from tyro.conf import Positional
@@ -34,6 +34,9 @@ MAX_ITEMS_PER_PROMPT = 100_000
 """vLLM's own limit of 999 items would refuse a history of many small observations."""
 
 CPU_BLOCK_SIZE = 32
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's CPU attention takes; another width fails only at the first request, deep in the engine."""
+
 NOT_LIVE = 3
 """Exit status when the server runs without the plugin."""
 
@@ -99,10 +102,13 @@ class Options:
 def main(options: Options) -> int:
     """Start the OpenAI-compatible server with latent observations."""
     defaults = _defaults(options)
-    check_checkpoint(options.checkpoint)
+    on_cpu = is_cpu_build()
+    config = check_checkpoint(options.checkpoint)
+    if on_cpu:
+        _check_head_width(config.text_config)
     _check_port(options.host, options.port)
     with tempfile.TemporaryDirectory(prefix="loha-metrics-") as metrics_dir:
-        command = server_command(options, on_cpu=is_cpu_build())
+        command = server_command(options, on_cpu=on_cpu)
         environment = server_environment(options, defaults, metrics_dir)
         server = subprocess.Popen(command, env=environment, start_new_session=True)
         with _forwarded_signals(server):
@@ -161,6 +167,8 @@ def server_environment(options: Options, defaults: RequestOptions, metrics_dir: 
     environment[DEFAULTS_VARIABLE] = json.dumps(defaults.to_json())
     environment["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_kv_cache_gib))
+    # vLLM's 30 s guard against endless templates; tokenizing a body of several MB on a busy CPU takes longer.
+    environment.setdefault("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "300")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     return environment
@@ -195,6 +203,13 @@ def _defaults(options: Options) -> RequestOptions:
             "keep_tools": list(options.keep_tools),
         }
     )
+
+
+def _check_head_width(config: Any) -> None:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if width not in CPU_HEAD_WIDTHS:
+        widths = ", ".join(map(str, CPU_HEAD_WIDTHS))
+        raise LohaError(f"the decoder's heads are {width} wide, which vLLM's CPU build cannot run (only {widths})")
 
 
 def _check_port(host: str, port: int) -> None:

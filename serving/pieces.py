@@ -25,7 +25,8 @@ COUNTED = 4
 MAX_ITEM_LATENTS = 512
 """Aim for the latents of one item: an item is encoded whole as soon as the scheduler reaches its first position."""
 
-_CACHED_OBSERVATIONS = 8192
+CACHED_TOKENS = 4_000_000
+"""Encoder tokens of the observations that a cutter remembers: a few working sets, whatever the size of one body."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Cutter:
         self._seed = f"{identity}|{settings.ratio}|{settings.window}".encode()
         self._item_tokens = windows_per_item(settings) * settings.window
         self._cache: OrderedDict[int, tuple[Sequence[int], list[Piece]]] = OrderedDict()
+        self._cached_tokens = 0
         self._lock = threading.Lock()
 
     def cut(self, encoder_ids: Sequence[int]) -> list[Piece]:
@@ -81,10 +83,16 @@ class Cutter:
                 return known[1]
         pieces = self._cut(np.asarray(encoder_ids, dtype=np.int32))
         with self._lock:
-            self._cache[id(encoder_ids)] = (encoder_ids, pieces)
-            while len(self._cache) > _CACHED_OBSERVATIONS:
-                self._cache.popitem(last=False)
+            self._remember(encoder_ids, pieces)
         return pieces
+
+    def _remember(self, encoder_ids: Sequence[int], pieces: list[Piece]) -> None:
+        replaced = self._cache.pop(id(encoder_ids), None)
+        self._cache[id(encoder_ids)] = (encoder_ids, pieces)  # keeps the tuple alive, so its id stays its own
+        self._cached_tokens += len(encoder_ids) - (len(replaced[0]) if replaced else 0)
+        while self._cached_tokens > CACHED_TOKENS:
+            _, (oldest, _) = self._cache.popitem(last=False)
+            self._cached_tokens -= len(oldest)
 
     def _cut(self, ids: np.ndarray) -> list[Piece]:
         starts = range(0, len(ids), self._item_tokens)

@@ -62,9 +62,8 @@ class LohaChatRenderer(HfRenderer):
         )
         identity = latent_identity(config.model_config.model, hf_config, config.model_config.dtype)
         self._cutter = Cutter(self._renderer_for(None).settings, identity)
-        # Renderers keep caches and are not safe for two threads at once; rendering holds the GIL in any case.
-        self._lock = threading.Lock()
         self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen_lock = threading.Lock()  # there may be several render threads (--renderer-num-workers)
         self._render_in_thread = make_async(self._render, executor=self._executor)
 
     def render_messages(self, messages: list[Any], params: ChatParams) -> tuple[list[Any], Any]:
@@ -85,10 +84,9 @@ class LohaChatRenderer(HfRenderer):
         if kwargs.get("continue_final_message"):
             raise LohaError("continue_final_message is not supported by this server; end with a user or tool message")
         history = [_plain_message(message) for message in messages]
-        with self._lock:
-            rendering = self._rendering(history, params, options)
-            placed = self._place(rendering)
-            new_tokens = self._remember(placed) if self._fits(rendering) else 0
+        rendering = self._rendering(history, params, options)
+        placed = self._place(rendering)
+        new_tokens = self._remember(placed) if self._fits(rendering) else 0
         if account is not None:
             account.report = Report.of(rendering, options, new_tokens)
         prompt: dict[str, Any] = {"prompt_token_ids": rendering.token_ids}
@@ -129,10 +127,8 @@ class LohaChatRenderer(HfRenderer):
 
     def _remember(self, placed: Iterable[PlacedPiece]) -> int:
         """Return the encoder tokens of pieces not met before, and remember them."""
-        new = 0
-        for piece in (item.piece for item in placed):
-            new += self._remember_piece(piece)
-        return new
+        with self._seen_lock:
+            return sum(self._remember_piece(item.piece) for item in placed)
 
     def _remember_piece(self, piece: Piece) -> int:
         if piece.digest in self._seen:

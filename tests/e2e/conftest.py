@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_server*.py"]
 else:
     from histories import growing
     from live_server import MAX_MODEL_LEN, NEW_TOKENS, Reference, Server, free_port, quiet_environment, wait_for_line

@@ -11,8 +11,7 @@ import pytest
 from tiny_checkpoint import TinyCheckpoint
 
 from loha.cli import main
-
-UNSERVABLE_PORT = "1"
+from serving import launch
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: object) -> str:
@@ -66,6 +65,17 @@ def test_weights_cut_short(capsys: pytest.CaptureFixture[str], copy: Path) -> No
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert "model.safetensors" in refusal(capsys, copy)
+
+
+def test_head_width_that_the_cpu_build_cannot_run(
+    capsys: pytest.CaptureFixture[str], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["head_dim"] = 16
+    path.write_text(json.dumps(config))
+    assert "16 wide" in refusal(capsys, copy)
 
 
 @pytest.mark.parametrize("k", ["-1", "three"])

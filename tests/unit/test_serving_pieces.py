@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from loha.layout import latent_count
 from loha.render import LatentSettings
+from serving import pieces
 from serving.pieces import COUNTED, FIRST, LAST, MAX_ITEM_LATENTS, Cutter, max_item_length, windows_per_item
 
 SMALL = LatentSettings(ratio=3, window=7)  # 3 latents a window: 170 windows, 1190 tokens an item
@@ -37,13 +38,13 @@ def test_cut_by_hand() -> None:
 def test_laws_of_cutting(ratio: int, window: int, tokens: int) -> None:
     settings = LatentSettings(ratio=ratio, window=window)
     ids = tuple(range(tokens))
-    pieces = Cutter(settings, "x").cut(ids)
-    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == list(ids)
-    assert all(len(piece.token_ids) % window == 0 for piece in pieces[:-1])
-    assert sum(piece.length for piece in pieces) == latent_count(tokens, ratio=ratio, window=window) + 2
-    assert [bool(piece.flags & FIRST) for piece in pieces] == [i == 0 for i in range(len(pieces))]
-    assert [bool(piece.flags & LAST) for piece in pieces] == [i == len(pieces) - 1 for i in range(len(pieces))]
-    assert max(piece.length for piece in pieces) <= max_item_length(settings)
+    cut = Cutter(settings, "x").cut(ids)
+    assert np.concatenate([piece.token_ids for piece in cut]).tolist() == list(ids)
+    assert all(len(piece.token_ids) % window == 0 for piece in cut[:-1])
+    assert sum(piece.length for piece in cut) == latent_count(tokens, ratio=ratio, window=window) + 2
+    assert [bool(piece.flags & FIRST) for piece in cut] == [i == 0 for i in range(len(cut))]
+    assert [bool(piece.flags & LAST) for piece in cut] == [i == len(cut) - 1 for i in range(len(cut))]
+    assert max(piece.length for piece in cut) <= max_item_length(settings)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -85,3 +86,14 @@ def test_an_id_of_a_collected_tuple_is_not_mistaken(count: int) -> None:
         ids = tuple([number] * count)
         assert cutter.cut(ids)[0].token_ids.tolist() == [number] * count
         del ids
+
+
+def test_the_cache_is_bounded_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "CACHED_TOKENS", 100)
+    cutter = Cutter(SMALL, "x")
+    bodies = [tuple(range(i, i + 30)) for i in range(5)]
+    cut = [cutter.cut(body) for body in bodies]
+    assert [cutter.cut(body) is before for body, before in zip(bodies[2:], cut[2:], strict=True)] == [True] * 3
+    assert cutter.cut(bodies[0]) is not cut[0]
+    huge = tuple(range(101))
+    assert cutter.cut(huge) is not cutter.cut(huge)
