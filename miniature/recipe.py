@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniature.models import TinyLclm
-from miniature.training import Log, Phase, train_agent, train_lclm, train_recall, train_reconstruction
+from miniature.training import Log, Phase, train_agent, train_lclm, train_reading, train_recall, train_reconstruction
 from miniature.views import Views
 
 Bar = Callable[[str], Log]
@@ -18,11 +18,15 @@ Bar = Callable[[str], Log]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Phases of both models and the size of the evaluation."""
+    """Phases of both models and the size of the evaluation.
 
-    recall: Phase
+    `recall` holds (most facts, tokens per sequence, phase) triples.
+    """
+
+    recall: tuple[tuple[int, int, Phase], ...]
     agent: tuple[Phase, ...]
     reconstruction: Phase
+    reading: Phase
     lclm: tuple[Phase, ...]
     full_share: float = 0.15
     mixed_share: float = 0.25
@@ -31,15 +35,17 @@ class Plan:
 
 
 FULL = Plan(
-    recall=Phase(steps=400, batch=16, lr=4e-3),
-    agent=(Phase(steps=250, batch=12, pages=(3, 6), lr=2e-3), Phase(steps=150, batch=6, pages=(12, 16), lr=2e-3)),
+    recall=((8, 96, Phase(steps=700, batch=16, lr=4e-3)), (24, 192, Phase(steps=200, batch=10, lr=3e-3))),
+    agent=(Phase(steps=150, batch=8, pages=(3, 6), lr=2e-3), Phase(steps=250, batch=4, pages=(12, 16), lr=1.5e-3)),
     reconstruction=Phase(steps=300, batch=64, lr=4e-3),
-    lclm=(Phase(steps=600, batch=12, pages=(3, 6), lr=2e-3), Phase(steps=300, batch=6, pages=(12, 16), lr=1e-3)),
+    reading=Phase(steps=400, batch=12, pages=(1, 10), lr=2e-3),
+    lclm=(Phase(steps=250, batch=8, pages=(3, 6), lr=1.5e-3), Phase(steps=200, batch=4, pages=(12, 16), lr=1e-3)),
 )
 QUICK = Plan(
-    recall=Phase(steps=2, batch=2),
+    recall=((4, 24, Phase(steps=2, batch=2)),),
     agent=(Phase(steps=2, batch=2, pages=(3, 4)),),
     reconstruction=Phase(steps=2, batch=4),
+    reading=Phase(steps=2, batch=2, pages=(1, 2)),
     lclm=(Phase(steps=3, batch=2, pages=(3, 4)),),
     eval_groups=1,
     eval_rows=1,
@@ -64,7 +70,8 @@ def load_base(folder: Path) -> tuple[Any, Any]:
 def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Random, bar: Bar) -> None:
     """Train a new base: recall first, then short trajectories, then long ones."""
     views = Views(tokenizer)
-    train_recall(decoder, tokenizer, plan.recall, rng, bar("recall"))
+    for facts, length, phase in plan.recall:
+        train_recall(decoder, tokenizer, phase, rng, bar(f"recall {facts} facts"), facts=facts, length=length)
     for phase in plan.agent:
         train_agent(decoder, views, phase, rng, bar(f"agent {phase.pages[0]}-{phase.pages[1]} pages"))
 
@@ -72,6 +79,7 @@ def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Rand
 def train_lclm_phases(lclm: TinyLclm, views: Views, plan: Plan, rng: random.Random, bar: Bar) -> None:
     """Train an LCLM from the base: encoder and adapter learn to hold a page, then all learn to read it."""
     train_reconstruction(lclm, views, plan.reconstruction, rng, bar(f"latents {lclm.ratio}x"))
+    train_reading(lclm, views, plan.reading, rng, bar(f"reading {lclm.ratio}x"))
     for phase in plan.lclm:
         train_lclm(
             lclm,

@@ -13,8 +13,9 @@ ENVELOPE = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 MEMORY = ["<|memory_start|>", "<|memory_end|>", "<|memory|>"]
 """The three tokens that an LCLM's decoder has beyond its base."""
 
-# A run of punctuation and spaces is one piece, so JSON around a quote costs few tokens; a newline stands alone.
-_PIECES = r" ?\p{L}+| ?\p{N}+|\n|[^\p{L}\p{N}\n]+"
+# A run of punctuation and spaces is one piece, so JSON around a quote costs few tokens; a newline stands alone; a
+# number takes its colon along, so that the key of a plan line follows its number directly.
+_PIECES = r" ?\p{L}+| ?\p{N}+:?|\n|[^\p{L}\p{N}\n]+"
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -93,7 +94,7 @@ def _corpus() -> list[str]:
     import json
 
     words = [*KEYS, *(f" {value}" for value in VALUES)] * 20
-    numbers = [f" {number}" for number in range(100)] * 20
+    numbers = [f" {number}{colon}" for number in range(32) for colon in ("", ":")] * 20
     frame = f"assistant\nuser\nsystem\nstep 0:{FIRST_LINE}\nstep 1:{FIRST_LINE} end\n"
     frame += json.dumps({"name": TOOL_NAME, "arguments": {"line": FIRST_LINE}}) + "\n"
     frame += f"{SYSTEM}\n\n# Tools\n<tools>\n{json.dumps(TOOLS[0])}\n</tools>"

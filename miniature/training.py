@@ -17,6 +17,9 @@ from miniature.views import Batch, Views
 from miniature.words import KEYS, VALUES
 from miniature.world import draw_pages, make_episode
 
+PLAN_SHARE = 0.5
+"""Share of recall sequences that are plans; the rest are pages."""
+
 Log = Callable[[int, int, dict[str, float]], None]
 """Called with (step, steps, metrics) after each step."""
 
@@ -80,15 +83,15 @@ def train_recall(
     rng: random.Random,
     log: Log,
     *,
-    facts: int = 8,
-    lines: int = 24,
+    facts: int,
+    length: int,
 ) -> None:
-    """Warm up recall: lists of lines `key value value`, drawn again and again from a few facts.
+    """Warm up recall: lists of lines drawn again and again from a few facts, on pages or in a plan.
 
-    The loss is on the values of keys seen before. Trained on trajectories alone, recall does not appear in any
-    reasonable time. A second loss, through a linear probe that is thrown away, asks the first layer's output for
-    the ids one and two positions back; with it the look-up (find the key's earlier occurrence, say what followed)
-    forms within some 200 steps, without it not within 400.
+    A fact is `key value value` or `step number:key`; the loss is on what follows a key or a number seen before.
+    Trained on trajectories alone, recall does not appear in any reasonable time. A second loss, through a linear
+    probe that is thrown away, asks the first layer's output for the ids one and two positions back; with it the
+    look-up (find the earlier occurrence, say what followed) forms within some 200 steps, without it not in 400.
 
     Args:
         decoder: the base under training.
@@ -97,11 +100,9 @@ def train_recall(
         rng: draws facts and lines.
         log: progress.
         facts: most facts per sequence (fewest is 2).
-        lines: lines per sequence.
+        length: tokens per sequence.
     """
-    keys = tokenizer.convert_tokens_to_ids(KEYS)
-    values = tokenizer.convert_tokens_to_ids(["Ġ" + value for value in VALUES])
-    newline = tokenizer.convert_tokens_to_ids("Ċ")
+    vocabulary = _Vocabulary.of(tokenizer)
     probe = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
     first: dict[str, torch.Tensor] = {}
     hook = decoder.model.layers[0].register_forward_hook(
@@ -109,9 +110,7 @@ def train_recall(
     )
 
     def loss_of() -> tuple[torch.Tensor, dict[str, float]]:
-        rows, marks = zip(
-            *(_fact_lines(rng, keys, values, newline, facts, lines) for _ in range(phase.batch)), strict=True
-        )
+        rows, marks = zip(*(_facts(rng, vocabulary, facts, length) for _ in range(phase.batch)), strict=True)
         ids_BT = torch.tensor(rows)
         known_BT = torch.tensor(marks)[:, 1:]
         hidden_BTD = decoder.model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -126,19 +125,48 @@ def train_recall(
     hook.remove()
 
 
-def _fact_lines(
-    rng: random.Random, keys: list[int], values: list[int], newline: int, facts: int, lines: int
-) -> tuple[list[int], list[bool]]:
-    """Return ids of lines drawn with replacement from a few facts, and which ids are values of a key seen before."""
-    table = {key: (rng.choice(values), rng.choice(values)) for key in rng.sample(keys, rng.randint(2, facts))}
+@dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    """Ids that facts are made of."""
+
+    keys: list[int]
+    values: list[int]
+    numbers: list[int]
+    step: int
+    newline: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _Vocabulary:
+        ids = tokenizer.convert_tokens_to_ids
+        step, newline = ids(["step", "Ċ"])
+        return cls(
+            keys=ids(KEYS),
+            values=ids(["Ġ" + value for value in VALUES]),
+            numbers=ids([f"Ġ{number}:" for number in range(20)]),
+            step=step,
+            newline=newline,
+        )
+
+
+def _facts(rng: random.Random, words: _Vocabulary, facts: int, length: int) -> tuple[list[int], list[bool]]:
+    """Return `length` ids of lines drawn with replacement from a few facts, and which ids follow from earlier lines."""
+    if rng.random() < PLAN_SHARE:
+        numbers = rng.sample(words.numbers, min(rng.randint(2, facts), len(words.numbers)))
+        table = {n: [words.step, n, rng.choice(words.keys), words.newline] for n in numbers}
+        follows = [False, False, True, False]
+    else:
+        keys = rng.sample(words.keys, rng.randint(2, facts))
+        table = {key: [key, rng.choice(words.values), rng.choice(words.values), words.newline] for key in keys}
+        follows = [False, True, True, False]
     seen: set[int] = set()
     ids: list[int] = []
     known: list[bool] = []
-    for key in rng.choices(list(table), k=lines):
-        ids += [key, *table[key], newline]
-        known += [False, key in seen, key in seen, False]
-        seen.add(key)
-    return ids, known
+    while len(ids) < length:
+        fact = rng.choice(list(table))
+        ids += table[fact]
+        known += [fact in seen and mark for mark in follows]
+        seen.add(fact)
+    return ids[:length], known[:length]
 
 
 def _look_back_loss(
@@ -184,6 +212,56 @@ def train_reconstruction(lclm: TinyLclm, views: Views, phase: Phase, rng: random
         return loss, {"token_accuracy": float((logits_BOV.argmax(-1) == bodies_BO).float().mean())}
 
     run_phase([lclm.encoder, lclm.adapter, probe], phase, loss_of, log)
+
+
+def train_reading(
+    lclm: TinyLclm, views: Views, phase: Phase, rng: random.Random, log: Log, *, queries: int = 24
+) -> None:
+    """Train all of an LCLM on bare pages followed by lines to recall: many look-ups per position.
+
+    Most pages are latents, some text, each between the tool-response tokens; the loss is on the values of the
+    recalled lines. `phase.pages` bounds the pages per sequence.
+    """
+
+    def loss_of() -> tuple[torch.Tensor, dict[str, float]]:
+        latent = [rng.random() < 0.85 for _ in range(rng.randint(*phase.pages))]
+        batch = _reading_batch(views, rng, phase.batch, latent, queries)
+        return supervised_loss(lclm.decoder, view_embeds(lclm, batch), batch.ids_BT, batch.supervised)
+
+    run_phase([lclm], phase, loss_of, log, slow=frozenset([lclm.decoder.model.embed_tokens.weight]))
+
+
+def _reading_batch(views: Views, rng: random.Random, rows: int, latent: list[bool], queries: int) -> Batch:
+    encode = views.renderer.plain_ids
+    opening, closing, newline = views.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>", "Ċ"])
+    ids, bodies, starts = [], [], []
+    for _ in range(rows):
+        pages = make_episode(rng, pages=len(latent)).pages
+        row: list[int] = []
+        starts = []
+        for page, as_latent in zip(pages, latent, strict=True):
+            body = encode(page)
+            row += [opening, newline]
+            if as_latent:
+                starts.append(len(row))
+                bodies.append(body)
+                row += [views.renderer.placeholder_id] * (-(-len(body) // views.ratio) + 2)
+            else:
+                row += body
+            row += [newline, closing]
+        begin = len(row)
+        for line in rng.choices([line for page in pages for line in page.split("\n")], k=queries):
+            row += [*encode(line), newline]
+        ids.append(row)
+    values = [at for at in range(begin, len(ids[0])) if (at - begin) % 4 in (1, 2)]
+    size = len(bodies[0]) if bodies else 1
+    return Batch(
+        ids_BT=torch.tensor(ids),
+        starts=starts,
+        bodies_BNO=torch.tensor(bodies, dtype=torch.long).reshape(rows, len(starts), size),
+        supervised=torch.tensor(values),
+        turns=torch.zeros(len(values), dtype=torch.long),
+    )
 
 
 def train_lclm(

@@ -1,9 +1,10 @@
 """Generated tool trajectories whose every reply must quote a value from an observation of random age.
 
 The agent is given a plan: an ordered list of keys. Each page that the tool shows holds a few lines
-`key value value`. At step t the agent names the plan's key and calls `apply` with the line that holds
-it, exactly as an earlier page showed it; the tool answers with the next page. A reply is therefore a
-deterministic function of the history, and a greedy reply can be checked for equality.
+`key value value`. At step t the agent calls `apply` with the plan's step and the line that holds its key,
+exactly as an earlier page showed it; the tool answers with the next page, or after the last step with a
+short note, on which the agent ends. A reply is therefore a deterministic function of the history, and a
+greedy reply can be checked for equality.
 
 Command line: ``python -m miniature.world --seed 7 --instances 40 --runs 4 --out rows.jsonl`` writes rows in
 CoderForge's form (messages and tools as JSON strings, call arguments as dicts).
@@ -20,9 +21,11 @@ from typing import Any
 
 from miniature.words import KEYS, VALUES
 
-LINES_PER_PAGE = 5
+LINES_PER_PAGE = 4
 SYSTEM = "Apply each line of the plan as the pages show it."
 FIRST_LINE = "begin"
+LAST_OBSERVATION = "end of the plan"
+LAST_REPLY = "end"
 TOOL_NAME = "apply"
 TOOLS: list[dict[str, Any]] = [
     {
@@ -58,18 +61,20 @@ class Episode:
 
 
 def draw_pages(rng: random.Random, count: int) -> list[str]:
-    """Return `count` independent pages; within a page no key repeats."""
-    return ["\n".join(_line(rng, key) for key in rng.sample(KEYS, LINES_PER_PAGE)) for _ in range(count)]
+    """Return `count` independent pages."""
+    return ["\n".join(_draw_lines(rng, LINES_PER_PAGE)) for _ in range(count)]
 
 
-def _line(rng: random.Random, key: str) -> str:
-    return f"{key} {rng.choice(VALUES)} {rng.choice(VALUES)}"
+def _draw_lines(rng: random.Random, count: int) -> list[str]:
+    """Return lines with distinct keys and distinct first values; second values may repeat."""
+    keys, firsts = rng.sample(KEYS, count), rng.sample(VALUES, count)
+    return [f"{key} {first} {rng.choice(VALUES)}" for key, first in zip(keys, firsts, strict=True)]
 
 
 def make_episode(rng: random.Random, *, pages: int) -> Episode:
-    """Draw a task with `pages` observations and as many steps; ages are uniform over what was seen."""
-    keys = rng.sample(KEYS, pages * LINES_PER_PAGE)
-    rows = [[_line(rng, key) for key in keys[page::pages]] for page in range(pages)]
+    """Draw a task with `pages` pages (at most 16) and as many steps; ages are uniform over what was seen."""
+    lines_of_all = _draw_lines(rng, pages * LINES_PER_PAGE)
+    rows = [lines_of_all[page::pages] for page in range(pages)]
     unused = [list(row) for row in rows]
     plan: list[str] = []
     ages: list[int] = []
@@ -84,9 +89,8 @@ def make_episode(rng: random.Random, *, pages: int) -> Episode:
 
 
 def plan_text(episode: Episode) -> str:
-    """Return the user message: one plan line per step, the last one marked `end`."""
-    steps = [f"step {number}:{key}" for number, key in enumerate(episode.plan, start=1)]
-    return "\n".join([f"step 0:{FIRST_LINE}", *steps]) + " end"
+    """Return the user message: one plan line per step."""
+    return "\n".join(f"step {number}:{key}" for number, key in enumerate([FIRST_LINE, *episode.plan]))
 
 
 def messages_of(episode: Episode, lines: list[str] | None = None) -> list[dict[str, Any]]:
@@ -96,51 +100,41 @@ def messages_of(episode: Episode, lines: list[str] | None = None) -> list[dict[s
         episode: the task.
         lines: what the agent quotes at each step; default the right lines.
     """
-    said = episode.lines if lines is None else lines
+    said = [FIRST_LINE, *(episode.lines if lines is None else lines)]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": plan_text(episode)},
-        *_exchange(0, f"step 0:{FIRST_LINE}", FIRST_LINE, episode.pages[0]),
     ]
-    last = len(episode.plan)
-    for step, (key, line) in enumerate(zip(episode.plan, said, strict=True), start=1):
-        if step == last:
-            messages.append({"role": "assistant", "content": f"step {step}:{key} end\n{line}"})
-        else:
-            messages += _exchange(step, f"step {step}:{key}", line, episode.pages[step])
-    return messages
+    for step, (line, page) in enumerate(zip(said, [*episode.pages, LAST_OBSERVATION], strict=True)):
+        messages += _exchange(step, line, page)
+    return [*messages, {"role": "assistant", "content": LAST_REPLY}]
 
 
-def _exchange(step: int, content: str, line: str, page: str) -> list[dict[str, Any]]:
+def _exchange(step: int, line: str, page: str) -> list[dict[str, Any]]:
     call_id = f"call_{step:024x}"
-    function = {"name": TOOL_NAME, "arguments": json.dumps({"line": line})}
+    function = {"name": TOOL_NAME, "arguments": json.dumps({"line": f"step {step}:{line}"})}
     return [
-        {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "content": page, "name": TOOL_NAME, "tool_call_id": call_id},
     ]
 
 
 def quoted_line(message: dict[str, Any]) -> str:
-    """Return the line that an assistant message quotes, in its call or (last turn) in its text; "" if none."""
-    calls = message.get("tool_calls") or []
-    if calls:
-        arguments = calls[0]["function"]["arguments"]
+    """Return the line that an assistant message quotes in its call, without the step; "" if none."""
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
         try:
             loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
         except json.JSONDecodeError:
             return ""
-        return str(loaded.get("line", "")) if isinstance(loaded, dict) else ""
-    return str(message.get("content") or "").partition("\n")[2]
+        return str(loaded.get("line", "")).partition(":")[2] if isinstance(loaded, dict) else ""
+    return ""
 
 
 def spoil(episode: Episode, rng: random.Random) -> list[str]:
     """Return quotes of a run that failed: from some step on, values that no page shows beside the key."""
     start = rng.randrange(len(episode.lines))
-    wrong = [_line(rng, key) for key in episode.plan]
+    wrong = [f"{key} {rng.choice(VALUES)} {rng.choice(VALUES)}" for key in episode.plan]
     return episode.lines[:start] + wrong[start:]
 
 

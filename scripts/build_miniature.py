@@ -34,7 +34,7 @@ from miniature.world import Episode
 class Options:
     """Options of scripts/build_miniature.py."""
 
-    out: Path
+    out: Path = Path("build/miniature")
     """Folder for base/, lclm-<ratio>x/ and evaluation.json; must not hold a base yet."""
     seed: int = 0
     """Seeds weights, training tasks and views; held-out tasks have seeds of their own."""

@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_each_word_is_one_token(tokenizer: Any) -> None:
-    for text in [*KEYS, *(f" {value}" for value in VALUES), *(f" {number}" for number in range(32))]:
+    for text in [*KEYS, *(f" {value}" for value in VALUES), *(f" {number}:" for number in range(32))]:
         assert len(tokenizer.encode(text, add_special_tokens=False)) == 1, text
 
 
@@ -56,8 +56,8 @@ def test_the_lclm_decoder_has_three_more_tokens_after_the_base_vocabulary(tokeni
 def test_template_renders_calls_and_responses_as_qwen3_does(tokenizer: Any) -> None:
     episode = world.make_episode(random.Random(1), pages=1)
     text = tokenizer.apply_chat_template(world.messages_of(episode), tools=world.TOOLS, tokenize=False)
-    call = '<tool_call>\n{"name": "apply", "arguments": {"line": "begin"}}\n</tool_call><|im_end|>\n'
-    assert f"<|im_start|>assistant\nstep 0:begin\n{call}" in text
+    call = '<tool_call>\n{"name": "apply", "arguments": {"line": "step 0:begin"}}\n</tool_call><|im_end|>\n'
+    assert f"<|im_start|>assistant\n{call}" in text
     assert f"<|im_start|>user\n<tool_response>\n{episode.pages[0]}\n</tool_response><|im_end|>\n" in text
     assert f"<tools>\n{json.dumps(world.TOOLS[0])}\n</tools><|im_end|>\n" in text
 

@@ -47,10 +47,14 @@ def test_a_quote_cannot_be_read_from_the_text_that_stays(rng_seed: int = 5) -> N
 def test_messages_alternate_and_quote_the_lines() -> None:
     episode = world.make_episode(random.Random(3), pages=4)
     messages = world.messages_of(episode)
-    assert [message["role"] for message in messages] == ["system", "user"] + ["assistant", "tool"] * 4 + ["assistant"]
+    assert [message["role"] for message in messages] == ["system", "user"] + ["assistant", "tool"] * 5 + ["assistant"]
     said = [world.quoted_line(message) for message in messages if message["role"] == "assistant"]
-    assert said == ["begin", *episode.lines]
-    assert messages[-1]["content"].startswith(f"step 4:{episode.plan[3]} end\n")
+    assert said == ["begin", *episode.lines, ""]
+    assert [message["content"] for message in messages if message["role"] == "tool"] == [
+        *episode.pages,
+        world.LAST_OBSERVATION,
+    ]
+    assert messages[1]["content"].split("\n")[4] == f"step 4:{episode.plan[3]}"
 
 
 def test_ages_cover_the_whole_history() -> None:
@@ -71,7 +75,7 @@ def test_rows_have_coderforge_form_and_some_failed_runs() -> None:
     assert [row["reward"] for row in rows].count(-1.0) == 1
     assert [row["reward"] for row in rows].count(0.0) == 1
     messages = json.loads(rows[0]["messages"])
-    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"line": "begin"}
+    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"line": "step 0:begin"}
     assert set(messages[0]) == {"content", "function_call", "name", "role", "tool_call_id", "tool_calls"}
     assert json.loads(rows[0]["tools"]) == world.TOOLS
     lengths = {len(row["messages"]) for row in rows}
@@ -83,7 +87,7 @@ def test_a_failed_run_quotes_a_wrong_line() -> None:
     messages = json.loads(row["messages"])
     pages = "\n".join(message["content"] for message in messages if message["role"] == "tool")
     said = [world.quoted_line(message) for message in messages if message["role"] == "assistant"]
-    assert any(line not in pages for line in said[1:])
+    assert any(line not in pages for line in said[1:-1])
 
 
 def test_quoted_line_survives_malformed_calls() -> None:
