@@ -219,8 +219,9 @@ def train_reading(
 ) -> None:
     """Train all of an LCLM on bare pages followed by lines to recall: many look-ups per position.
 
-    Most pages are latents, some text, each between the tool-response tokens; the loss is on the values of the
-    recalled lines. `phase.pages` bounds the pages per sequence.
+    Most pages are latents, some text, each between the tool-response tokens; no line is asked for twice, so that
+    earlier answers do not help; the loss is on the values. `phase.pages` bounds the pages per sequence. It must
+    start with one or two: with ten the look-up did not appear in 250 steps.
     """
 
     def loss_of() -> tuple[torch.Tensor, dict[str, float]]:
@@ -250,7 +251,8 @@ def _reading_batch(views: Views, rng: random.Random, rows: int, latent: list[boo
                 row += body
             row += [newline, closing]
         begin = len(row)
-        for line in rng.choices([line for page in pages for line in page.split("\n")], k=queries):
+        lines = [line for page in pages for line in page.split("\n")]
+        for line in rng.sample(lines, min(queries, len(lines))):
             row += [*encode(line), newline]
         ids.append(row)
     values = [at for at in range(begin, len(ids[0])) if (at - begin) % 4 in (1, 2)]
