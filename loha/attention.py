@@ -79,7 +79,9 @@ def packed_attention(
         `[B, T, N, H]`, and None for the attention weights.
     """
     assert attention_mask is None, f"{PACKED_ATTENTION} attention takes no mask"
-    assert query.shape[2] == key.shape[2], f"{PACKED_ATTENTION} attention has no cache; use sdpa to generate"
+    if query.shape[2] != key.shape[2]:
+        assert query.shape[2] == 1, "with a cache, tokens are fed one at a time after the first call"
+        return _sdpa(module, query, key, value, scaling), None
     if pieces is None or len(pieces.lengths) == 1:
         return _sdpa(module, query, key, value, scaling), None
     assert query.shape[0] == 1 and sum(pieces.lengths) == query.shape[2], "piece lengths do not cover the row"

@@ -9,8 +9,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from loha.gains import _chunks
-
 
 class LeanMLP(nn.Module):
     """The same projections and the same bits as the stock gated MLP, with less saved for the backward pass.
@@ -54,13 +52,6 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor):
-        gate, up = (tensor.reshape(-1, tensor.shape[-1]) for tensor in ctx.saved_tensors)
-        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        for part in _chunks(gate):
-            wide = torch.promote_types(gate.dtype, torch.float32)
-            g, u, grad = gate[part].to(wide), up[part].to(wide), grad_rows[part].to(wide)
-            sigmoid = torch.sigmoid(g)
-            grad_up[part] = grad * g * sigmoid
-            grad_gate[part] = grad * u * sigmoid * (1 + g * (1 - sigmoid))
-        return grad_gate.view_as(grad_output), grad_up.view_as(grad_output)
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad_output * up, gate)
+        return grad_gate, grad_output * nn.functional.silu(gate)

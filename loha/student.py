@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from loha.adapter import Adapter
 from loha.attention import Pieces
@@ -130,6 +131,33 @@ class Student(nn.Module):
             use_cache=False,
             pieces=Pieces.of(lengths, embeds_1TD.device),
         ).last_hidden_state
+
+    @torch.no_grad()
+    def greedy(
+        self, embeds_TD: torch.Tensor, *, max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
+    ) -> list[int]:
+        """Return the most likely continuation of one text, with a cache: for probes during training.
+
+        Args:
+            embeds_TD: input vectors, as from `input_embeds`.
+            max_new_tokens: at most this many.
+            stop_ids: end the reply; the one that comes is its last id.
+        """
+        training = self.training
+        self.eval()  # gradient checkpointing would drop the cache
+        cache = DynamicCache(config=self.decoder.config)
+        embedding = self.decoder.get_input_embeddings()
+        inputs_1TD = embeds_TD.unsqueeze(0)
+        new_ids: list[int] = []
+        try:
+            while len(new_ids) < max_new_tokens and (not new_ids or new_ids[-1] not in stop_ids):
+                states = self.decoder.model(inputs_embeds=inputs_1TD, past_key_values=cache, use_cache=True)
+                logits_V = states.last_hidden_state[0, -1] @ self.lm_head_weight.t()
+                new_ids.append(int(logits_V.argmax()))
+                inputs_1TD = embedding(torch.tensor([new_ids[-1:]], device=embeds_TD.device))
+        finally:
+            self.train(training)
+        return new_ids
 
     @property
     def lm_head_weight(self) -> torch.Tensor:

@@ -121,6 +121,8 @@ def read_student_config(folder: str | Path) -> StudentConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise LohaError(f"{folder} is not a folder; expected a student made by `loha init` or training")
+    if not (folder / CONFIG_NAME).is_file():
+        raise LohaError(f"{folder} is no student: {CONFIG_NAME} is missing; make one with `loha init`")
     values = read_json(folder / CONFIG_NAME)
     if values.get("format") != FORMAT:
         raise LohaError(f"{folder / CONFIG_NAME} has format {values.get('format')!r}, this version reads {FORMAT}")

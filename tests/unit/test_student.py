@@ -156,6 +156,23 @@ def test_gradients_packed_with_checkpointing_equal_plain_ones(student: Student) 
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_greedy_equals_recomputing_from_scratch(student: Student, checkpointed: bool) -> None:
+    if checkpointed:
+        student.enable_checkpointing()
+    student.train(checkpointed)
+    sequence = ids(30)
+    expected: list[int] = []
+    for _ in range(7):
+        expected.append(int(logits(student, torch.cat([sequence, torch.tensor(expected)]).long())[-1].argmax()))
+    embeds = student.decoder.get_input_embeddings()(sequence)
+    assert student.greedy(embeds, max_new_tokens=7) == expected
+    assert student.training == checkpointed
+    stop = expected[2]
+    cut = expected[: expected.index(stop) + 1]
+    assert student.greedy(embeds, max_new_tokens=7, stop_ids=frozenset([stop])) == cut
+
+
 # -- input vectors ----------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +317,7 @@ def test_a_base_that_moved_is_asked_for(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("student.json", r"student\.json is missing"),
+        ("student.json", r"is no student: student\.json is missing"),
         ("reading.safetensors", "lacks reading.safetensors"),
         ("patch/adapter_config.json", r"adapter_config\.json is missing"),
     ],
