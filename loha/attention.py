@@ -89,12 +89,14 @@ def packed_attention(
         return _varlen(query, key, value, scaling, pieces), None
     outputs = []
     for start, count, length in pieces.runs():
-        batch = [_fold(tensor, start, count, length) for tensor in (query, key, value)]
-        outputs.append(_sdpa(module, *batch, scaling).flatten(0, 1))
+        queries, keys, values = (_fold(tensor, start, count, length) for tensor in (query, key, value))
+        outputs.append(_sdpa(module, queries, keys, values, scaling).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0), None
 
 
-def _sdpa(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
+def _sdpa(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)[0]
 
 
