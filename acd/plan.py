@@ -179,9 +179,9 @@ def _measure_all(
 def _measure_in_processes(
     corpus: Corpus, rule: ViewRule, student: StudentConfig, epoch: int, ids: Sequence[str], workers: int
 ) -> Iterator[list[Piece]]:
-    # Fresh processes: a fork would copy the threads and the device context of a trainer.
+    # Not forked from this process, whose threads and device context must not be copied.
     with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(corpus, rule, student)
+        workers, mp_context=get_context("forkserver"), initializer=_start_worker, initargs=(corpus, rule, student)
     ) as pool:
         yield from pool.map(_measure_one, ids, [epoch] * len(ids), chunksize=_CHUNK)
 

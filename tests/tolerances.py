@@ -28,3 +28,7 @@ MERGED_FP32 = 1e-4  # observed 1e-5
 # acd: two processes against one, six steps of the tiny world, float32.
 TWO_PROCESS_LOSS = 1e-5  # relative; observed 3e-8 at step 3
 TWO_PROCESS_TENSORS = 2e-5  # Adam turns the last bit of a gradient near zero into a visible part of one step (1e-3)
+
+# acd: pieces packed into one row against a row each, tiny student, float32.
+PACKED_LOSS = 1e-5  # relative
+PACKED_GRADIENT = 1e-5  # of the largest entry of the tensor, or absolute below 1
