@@ -26,7 +26,7 @@ class Plan:
     recall: tuple[tuple[int, int, Phase], ...]
     agent: tuple[Phase, ...]
     reconstruction: Phase
-    reading: Phase
+    reading: tuple[Phase, ...]
     lclm: tuple[Phase, ...]
     full_share: float = 0.15
     mixed_share: float = 0.25
@@ -35,17 +35,21 @@ class Plan:
 
 
 FULL = Plan(
-    recall=((8, 96, Phase(steps=700, batch=16, lr=4e-3)), (24, 192, Phase(steps=200, batch=10, lr=3e-3))),
-    agent=(Phase(steps=150, batch=8, pages=(3, 6), lr=2e-3), Phase(steps=250, batch=4, pages=(12, 16), lr=1.5e-3)),
-    reconstruction=Phase(steps=300, batch=64, lr=4e-3),
-    reading=Phase(steps=400, batch=12, pages=(1, 10), lr=2e-3),
-    lclm=(Phase(steps=250, batch=8, pages=(3, 6), lr=1.5e-3), Phase(steps=200, batch=4, pages=(12, 16), lr=1e-3)),
+    recall=((8, 96, Phase(steps=700, batch=16, lr=4e-3)), (32, 192, Phase(steps=200, batch=10, lr=3e-3))),
+    agent=(Phase(steps=120, batch=8, pages=(3, 6), lr=2e-3), Phase(steps=150, batch=5, pages=(3, 16), lr=1.5e-3)),
+    reconstruction=Phase(steps=320, batch=48, lr=4e-3),
+    reading=(
+        Phase(steps=300, batch=32, pages=(1, 2), lr=3e-3),
+        Phase(steps=350, batch=24, pages=(1, 4), lr=3e-3),
+        Phase(steps=150, batch=8, pages=(2, 16), lr=2e-3),
+    ),
+    lclm=(Phase(steps=250, batch=5, pages=(3, 16), lr=1.5e-3),),
 )
 QUICK = Plan(
     recall=((4, 24, Phase(steps=2, batch=2)),),
     agent=(Phase(steps=2, batch=2, pages=(3, 4)),),
     reconstruction=Phase(steps=2, batch=4),
-    reading=Phase(steps=2, batch=2, pages=(1, 2)),
+    reading=(Phase(steps=2, batch=2, pages=(1, 2)),),
     lclm=(Phase(steps=3, batch=2, pages=(3, 4)),),
     eval_groups=1,
     eval_rows=1,
@@ -77,9 +81,13 @@ def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Rand
 
 
 def train_lclm_phases(lclm: TinyLclm, views: Views, plan: Plan, rng: random.Random, bar: Bar) -> None:
-    """Train an LCLM from the base: encoder and adapter learn to hold a page, then all learn to read it."""
+    """Train an LCLM from the base: encoder and adapter learn to hold a page, then all learn to read it.
+
+    The decoder learns to read on bare pages first (many look-ups per position), then on trajectories.
+    """
     train_reconstruction(lclm, views, plan.reconstruction, rng, bar(f"latents {lclm.ratio}x"))
-    train_reading(lclm, views, plan.reading, rng, bar(f"reading {lclm.ratio}x"))
+    for phase in plan.reading:
+        train_reading(lclm, views, phase, rng, bar(f"reading {lclm.ratio}x {phase.pages[0]}-{phase.pages[1]} pages"))
     for phase in plan.lclm:
         train_lclm(
             lclm,

@@ -215,7 +215,7 @@ def train_reconstruction(lclm: TinyLclm, views: Views, phase: Phase, rng: random
 
 
 def train_reading(
-    lclm: TinyLclm, views: Views, phase: Phase, rng: random.Random, log: Log, *, queries: int = 24
+    lclm: TinyLclm, views: Views, phase: Phase, rng: random.Random, log: Log, *, queries: int = 40
 ) -> None:
     """Train all of an LCLM on bare pages followed by lines to recall: many look-ups per position.
 

@@ -69,7 +69,7 @@ def test_the_packaged_lclm_is_the_released_layout() -> None:
 
 
 def test_a_ratio_that_is_not_packaged_is_named() -> None:
-    with pytest.raises(LohaError, match="no packaged miniature LCLM with ratio 5: have .*lclm-4x"):
+    with pytest.raises(LohaError, match=r"no packaged miniature LCLM with ratio 5: have .*lclm-4x"):
         miniature.lclm_dir(5)
 
 
