@@ -37,7 +37,16 @@ def main(options: Options) -> None:
     prepare(story, options.data)
     evaluate = ("python", "-m", "acd.evaluate", "--config", CONFIG, "--k", "0", "3", "inf", "--student")
     before = last_json(story.step("evaluate the start on held-out trajectories", *evaluate, RUN / "start", quiet=True))
-    story.step("train", "accelerate", "launch", "--num_processes", "1", "acd/train.py", "--config", CONFIG)
+    story.step(
+        "train",
+        "accelerate",
+        "launch",
+        "--config_file",
+        "configs/accelerate/cpu.yaml",
+        "acd/train.py",
+        "--config",
+        CONFIG,
+    )
     after = last_json(story.step("evaluate the trained student", *evaluate, RUN / "acd/student", quiet=True))
     story.step("export", "loha", "export", RUN / "acd/student", "--out", RUN / "serving")
     serve = ("loha", "serve", RUN / "serving", "--max-model-len", "4096", "--tool-call-parser", "none")

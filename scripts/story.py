@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,8 @@ class Story:
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all commands."""
 
     def __post_init__(self) -> None:
         self.console.rule(f"[bold]{self.title}")
@@ -51,15 +53,38 @@ class Story:
         Raises:
             LohaError: when the command fails; names it.
         """
-        self._announce(text, command)
+        return self.together({text: command}, quiet=quiet)[text]
+
+    def together(self, commands: Mapping[str, Sequence[str | Path]], *, quiet: bool = False) -> dict[str, str]:
+        """Run commands side by side, as `step` does each; the output of all but the first is shown only when it fails.
+
+        Args:
+            commands: by the text of the step.
+            quiet: keep all standard output for the caller instead of the screen.
+
+        Returns:
+            Standard output by step, "" where it went to the screen.
+        """
         began = time.monotonic()
-        done = subprocess.run(
-            resolve(command), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE if quiet else None, check=False
-        )
-        self.seconds[text] = self.seconds.get(text, 0.0) + time.monotonic() - began
-        if done.returncode:
-            raise LohaError(f"step failed with exit status {done.returncode}: {shlex.join(map(str, command))}")
-        return done.stdout or ""
+        running = []
+        for number, (text, command) in enumerate(commands.items()):
+            self._announce(text, command, number)
+            pipe = subprocess.PIPE if quiet or number else None
+            errors = subprocess.STDOUT if number and not quiet else subprocess.DEVNULL if number else None
+            process = subprocess.Popen(
+                resolve(command), cwd=REPOSITORY, text=True, stdout=pipe, stderr=errors, env=os.environ | self.variables
+            )
+            running.append((text, command, process))
+        outputs = {}
+        for text, command, process in running:
+            outputs[text] = process.communicate()[0] or ""
+            self.seconds[text] = time.monotonic() - began
+            if process.returncode:
+                self.console.print(outputs[text], markup=False)
+                for _, _, other in running:
+                    other.kill()
+                raise LohaError(f"step failed with exit status {process.returncode}: {shlex.join(map(str, command))}")
+        return outputs
 
     @contextmanager
     def server(self, text: str, *command: str | Path, log: Path, wait_s: float = 300.0) -> Iterator[str]:
@@ -78,7 +103,12 @@ class Story:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as sink:
             process = subprocess.Popen(
-                resolve(command), cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+                resolve(command),
+                cwd=REPOSITORY,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | self.variables,
             )
             try:
                 _wait(f"http://127.0.0.1:{port}/health", process, log, wait_s)
@@ -97,8 +127,8 @@ class Story:
         table.add_row("all", f"{time.monotonic() - self.started:.0f}", style="bold")
         self.console.print(table)
 
-    def _announce(self, text: str, command: Sequence[str | Path]) -> None:
-        self.console.print(f"\n[bold cyan]{len(self.seconds) + 1}. {text}[/]")
+    def _announce(self, text: str, command: Sequence[str | Path], beside: int = 0) -> None:
+        self.console.print(f"\n[bold cyan]{len(self.seconds) + 1 + beside}. {text}[/]")
         self.console.print("   $ " + shlex.join(map(str, command)), style="dim")
 
 
