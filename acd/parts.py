@@ -89,7 +89,7 @@ def load_parts(config: Config, accelerator: Accelerator, folder: RunFolder) -> P
     plan = Plan.load(folder.plan)
     data = StepData(
         plan,
-        RowBuilder(corpus, ViewBuilder(renderer, view_rule(config)), source),
+        RowBuilder(corpus, ViewBuilder(renderer, view_rule(config), student=stands_on), source),
         limits(config),
         rank=accelerator.process_index,
         world=accelerator.num_processes,

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -132,11 +132,11 @@ def make_plan(config: Config, corpus: Corpus, student: StudentConfig, *, workers
         student: names the tokenizers and encoder settings.
         workers: processes that measure.
     """
-    builder = ViewBuilder(build_renderer(student), view_rule(config))
+    builder = ViewBuilder(build_renderer(student), view_rule(config), student=student)
     steps: list[Step] = []
     skipped: dict[str, Skipped] = {}
     for epoch in range(config.run.epochs):
-        groups = [group for group in measure(corpus, builder, student, epoch, workers=workers) if group]
+        groups = [group for group in measure(corpus, builder, epoch, workers=workers) if group]
         random.Random(f"order/{config.run.seed}/{epoch}").shuffle(groups)
         packed, too_long = make_steps(groups, limits(config))
         steps += packed
@@ -154,34 +154,27 @@ def make_plan(config: Config, corpus: Corpus, student: StudentConfig, *, workers
     return Plan(key, tuple(steps), tuple(skipped.values()))
 
 
-def measure(
-    corpus: Corpus, builder: ViewBuilder, student: StudentConfig, epoch: int, *, workers: int = 0
-) -> list[list[Piece]]:
+def measure(corpus: Corpus, builder: ViewBuilder, epoch: int, *, workers: int = 0) -> list[list[Piece]]:
     """Return the pieces of every trajectory, in file order."""
     ids = [entry.id for entry in corpus.entries()]
-    bar = progress_bar("measuring views", total=len(ids), unit="trajectory")
     found = []
-    with bar:
-        for pieces in _measure_all(corpus, builder, student, epoch, ids, workers):
+    with progress_bar("measuring views", total=len(ids), unit="trajectory") as bar:
+        for pieces in _measured(corpus, builder, epoch, ids, workers):
             found.append(pieces)
             bar.update()
     return found
 
 
-def _measure_all(
-    corpus: Corpus, builder: ViewBuilder, student: StudentConfig, epoch: int, ids: Sequence[str], workers: int
-) -> Iterable[list[Piece]]:
-    if workers < 2 or len(ids) < 4 * _CHUNK:
-        return (builder.pieces(corpus[i], epoch) for i in ids)
-    return _measure_in_processes(corpus, builder.rule, student, epoch, ids, workers)
-
-
-def _measure_in_processes(
-    corpus: Corpus, rule: ViewRule, student: StudentConfig, epoch: int, ids: Sequence[str], workers: int
+def _measured(
+    corpus: Corpus, builder: ViewBuilder, epoch: int, ids: Sequence[str], workers: int
 ) -> Iterator[list[Piece]]:
+    if workers < 2 or len(ids) < 4 * _CHUNK:
+        yield from (builder.pieces(corpus[i], epoch) for i in ids)
+        return
     # Not forked from this process, whose threads and device context must not be copied.
+    context = get_context("forkserver")
     with ProcessPoolExecutor(
-        workers, mp_context=get_context("forkserver"), initializer=_start_worker, initargs=(corpus, rule, student)
+        workers, mp_context=context, initializer=_start_worker, initargs=(corpus, builder)
     ) as pool:
         yield from pool.map(_measure_one, ids, [epoch] * len(ids), chunksize=_CHUNK)
 
@@ -189,10 +182,10 @@ def _measure_in_processes(
 _worker: tuple[Corpus, ViewBuilder]
 
 
-def _start_worker(corpus: Corpus, rule: ViewRule, student: StudentConfig) -> None:
+def _start_worker(corpus: Corpus, builder: ViewBuilder) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (corpus, ViewBuilder(build_renderer(student), rule))
+    _worker = (corpus, builder)
 
 
 def _measure_one(trajectory_id: str, epoch: int) -> list[Piece]:

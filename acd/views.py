@@ -18,6 +18,8 @@ from loha.errors import LohaError
 from loha.layout import Window
 from loha.messages import normalize_messages
 from loha.render import Renderer, Rendering
+from loha.student import build_renderer
+from loha.student_files import StudentConfig
 from loha.trajectory import Trajectory
 
 Region = tuple[int, tuple[int, ...]]
@@ -65,11 +67,24 @@ class ViewBuilder:
     Args:
         renderer: the one renderer.
         rule: which views, windows and questions.
+        student: lets another process make the same renderer again; without it the builder cannot be sent to one.
     """
 
-    def __init__(self, renderer: Renderer, rule: ViewRule) -> None:
-        self.renderer = renderer
+    def __init__(self, renderer: Renderer, rule: ViewRule, *, student: StudentConfig | None = None) -> None:
+        self._renderer: Renderer | None = renderer
         self.rule = rule
+        self.student = student
+
+    @property
+    def renderer(self) -> Renderer:
+        """The one renderer."""
+        if self._renderer is None:
+            assert self.student is not None, "a builder that is sent to another process needs its student's config"
+            self._renderer = build_renderer(self.student)
+        return self._renderer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_renderer": None}
 
     def pieces(self, trajectory: Trajectory, epoch: int) -> list[Piece]:
         """Measure the views in which a trajectory trains in an epoch.

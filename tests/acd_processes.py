@@ -22,9 +22,10 @@ def start_train(config: Path, *overrides: str, world: int = 1) -> list[BaseProce
     return [_start(_train, [str(config), *overrides], rank, world, port) for rank in range(world)]
 
 
-def start_cache(config: Path, *overrides: str) -> BaseProcess:
-    """Start `python -m acd.cache_teacher`."""
-    return _start(_cache, [str(config), *overrides], 0, 1, 0)
+def start_cache(config: Path, *overrides: str, world: int = 1) -> list[BaseProcess]:
+    """Start `acd.cache_teacher` on `world` processes."""
+    port = free_port()
+    return [_start(_cache, [str(config), *overrides], rank, world, port) for rank in range(world)]
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:

@@ -81,6 +81,18 @@ def test_bfloat16_inputs_get_float32_logits() -> None:
     torch.testing.assert_close(grad.double(), want_grad, rtol=2**-7, atol=1e-4)
 
 
+def test_the_divisor_is_not_rounded_to_bfloat16() -> None:
+    hidden_ND, head_VD, ids_NC, logp_NC, tail_N = problem(200, 123, 40, 9, 7)
+    grads = []
+    for divisor in (1.0, 3000.0):
+        leaf = hidden_ND.bfloat16().requires_grad_()
+        (fused_kl(leaf, head_VD.bfloat16(), ids_NC, logp_NC, tail_N).sum / divisor).backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad.double())
+    bias = float((grads[1] * grads[0]).sum() * 3000 / grads[0].square().sum() - 1)
+    assert abs(bias) < 3e-4, "1/3000 in bfloat16 is off by 1.4e-3"
+
+
 def test_read_back_is_cross_entropy() -> None:
     hidden_ND, head_VD, ids_NC, _, _ = problem(47, 123, 9, 3, 4)
     answer_N = ids_NC[:, 2]
