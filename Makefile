@@ -12,7 +12,8 @@ SHARED_DATA ?= $(wildcard ../shared/data)
 export LOHA_SHARED_DATA ?= $(SHARED_DATA)
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# Not compiled ahead: most of these modules are never imported, and those that are get compiled at first use.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 STAMP := $(VENV)/.installed-$(EXTRA)
 
 .PHONY: setup demo demo-real test check miniature clean
