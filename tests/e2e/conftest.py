@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_server*.py"]
 else:
     from histories import growing
-    from live_server import MAX_MODEL_LEN, NEW_TOKENS, Reference, Server, free_port, quiet_environment, wait_for_line
+    from live_server import NEW_TOKENS, Reference, Server, quiet_environment, running_server
     from tiny_checkpoint import TinyCheckpoint, build
 
     from loha.reference import ReferenceModel
@@ -45,20 +43,8 @@ def full_text_histories() -> list[list[dict[str, Any]]]:
 @pytest.fixture(scope="session")
 def server(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`loha serve` on the tiny checkpoint."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    port = free_port()
-    command = [sys.executable, "-c", "from loha.cli import main; main()", "serve", str(tiny.serving)]
-    command += ["--k", "1", "--polling", "2", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=quiet_environment())
-    try:
-        wait_for_line(log, "ready: ", process)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
-            yield Server(client, tiny.serving.name, process, log)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+    with running_server(tiny.serving, tmp_path_factory.mktemp("server") / "server.log") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

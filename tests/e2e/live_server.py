@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +81,28 @@ class Reference:
 def options(k: int | None, polling: int = 1, **more: Any) -> dict[str, Any]:
     """Return the `loha` object of a request."""
     return {"k": format_k(k), "polling": polling, **more}
+
+
+@contextmanager
+def running_server(
+    checkpoint: Path, log: Path, vllm_args: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run `loha serve` with K=1 and P=2, and end it with SIGTERM."""
+    port = free_port()
+    command = [sys.executable, "-c", "from loha.cli import main; main()", "serve", str(checkpoint)]
+    command += ["--k", "1", "--polling", "2", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), *vllm_args]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=quiet_environment() | dict(environment or {})
+        )
+    try:
+        wait_for_line(log, "ready: ", process)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
+            yield Server(client, checkpoint.name, process, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=300)
 
 
 def quiet_environment() -> dict[str, str]:
