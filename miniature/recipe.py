@@ -20,10 +20,10 @@ Bar = Callable[[str], Log]
 class Plan:
     """Phases of both models and the size of the evaluation.
 
-    `recall` holds (most facts, tokens per sequence, phase) triples.
+    `recall` holds (most facts, tokens per sequence, share of plans, phase).
     """
 
-    recall: tuple[tuple[int, int, Phase], ...]
+    recall: tuple[tuple[int, int, float, Phase], ...]
     agent: tuple[Phase, ...]
     reconstruction: Phase
     reading: tuple[Phase, ...]
@@ -35,18 +35,25 @@ class Plan:
 
 
 FULL = Plan(
-    recall=((8, 96, Phase(steps=700, batch=16, lr=4e-3)), (32, 192, Phase(steps=200, batch=10, lr=3e-3))),
-    agent=(Phase(steps=120, batch=8, pages=(3, 6), lr=2e-3), Phase(steps=150, batch=5, pages=(3, 16), lr=1.5e-3)),
-    reconstruction=Phase(steps=320, batch=48, lr=4e-3),
-    reading=(
-        Phase(steps=300, batch=32, pages=(1, 2), lr=3e-3),
-        Phase(steps=350, batch=24, pages=(1, 4), lr=3e-3),
-        Phase(steps=150, batch=8, pages=(2, 16), lr=2e-3),
+    recall=(
+        (8, 96, 0.0, Phase(steps=600, batch=16, lr=3e-3, target=0.92)),
+        (8, 96, 0.75, Phase(steps=800, batch=16, lr=4e-3, target=0.96)),
+        (32, 192, 0.4, Phase(steps=400, batch=10, lr=3e-3, target=0.97)),
     ),
-    lclm=(Phase(steps=250, batch=5, pages=(3, 16), lr=1.5e-3),),
+    agent=(
+        Phase(steps=400, batch=8, pages=(3, 6), lr=2e-3, target=0.995),
+        Phase(steps=300, batch=5, pages=(3, 16), lr=1.5e-3),
+    ),
+    reconstruction=Phase(steps=500, batch=48, lr=4e-3, target=0.999),
+    reading=(
+        Phase(steps=1000, batch=32, pages=(1, 2), lr=3e-3, target=0.92),
+        Phase(steps=600, batch=24, pages=(1, 4), lr=3e-3, target=0.95),
+        Phase(steps=300, batch=8, pages=(2, 16), lr=2e-3, target=0.98),
+    ),
+    lclm=(Phase(steps=350, batch=5, pages=(3, 16), lr=1.5e-3),),
 )
 QUICK = Plan(
-    recall=((4, 24, Phase(steps=2, batch=2)),),
+    recall=((4, 24, 0.5, Phase(steps=2, batch=2)),),
     agent=(Phase(steps=2, batch=2, pages=(3, 4)),),
     reconstruction=Phase(steps=2, batch=4),
     reading=(Phase(steps=2, batch=2, pages=(1, 2)),),
@@ -74,8 +81,9 @@ def load_base(folder: Path) -> tuple[Any, Any]:
 def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Random, bar: Bar) -> None:
     """Train a new base: recall first, then short trajectories, then long ones."""
     views = Views(tokenizer)
-    for facts, length, phase in plan.recall:
-        train_recall(decoder, tokenizer, phase, rng, bar(f"recall {facts} facts"), facts=facts, length=length)
+    for facts, length, plans, phase in plan.recall:
+        log = bar(f"recall {facts} facts, {plans:.0%} plans")
+        train_recall(decoder, tokenizer, phase, rng, log, facts=facts, length=length, plans=plans)
     for phase in plan.agent:
         train_agent(decoder, views, phase, rng, bar(f"agent {phase.pages[0]}-{phase.pages[1]} pages"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,9 +18,6 @@ from miniature.views import Batch, Views
 from miniature.words import KEYS, VALUES
 from miniature.world import draw_pages, make_episode
 
-PLAN_SHARE = 0.5
-"""Share of recall sequences that are plans; the rest are pages."""
-
 Log = Callable[[int, int, dict[str, float]], None]
 """Called with (step, steps, metrics) after each step."""
 
@@ -29,7 +27,9 @@ class Phase:
     """One stretch of training.
 
     Attributes:
-        steps: optimizer steps.
+        steps: most optimizer steps.
+        target: end when the token accuracy, averaged over 20 steps, reaches this; look-ups appear suddenly, and when
+            depends on the seed.
         batch: trajectories (or warm-up sequences) per step.
         pages: fewest and most observations per trajectory.
         lr: peak learning rate; linear warm-up over 30 steps, cosine to a tenth.
@@ -39,6 +39,7 @@ class Phase:
     batch: int
     pages: tuple[int, int] = (12, 16)
     lr: float = 2e-3
+    target: float = 2.0
 
 
 def run_phase(
@@ -64,6 +65,7 @@ def run_phase(
         {"params": [p for p in params if p in slow], "scale": 0.1},
     ]
     optimizer = torch.optim.AdamW(groups, lr=phase.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    recent: deque[float] = deque(maxlen=20)
     for step in range(phase.steps):
         rate = phase.lr * min(1.0, (step + 1) / 30) * (0.55 + 0.45 * math.cos(math.pi * step / phase.steps))
         for group in optimizer.param_groups:
@@ -73,7 +75,11 @@ def run_phase(
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        log(step + 1, phase.steps, {"loss": float(loss.detach()), **metrics})
+        recent.append(metrics["token_accuracy"])
+        done = len(recent) == recent.maxlen and sum(recent) / len(recent) >= phase.target
+        log(step + 1, step + 1 if done else phase.steps, {"loss": float(loss.detach()), **metrics})
+        if done:
+            break
 
 
 def train_recall(
@@ -85,6 +91,7 @@ def train_recall(
     *,
     facts: int,
     length: int,
+    plans: float,
 ) -> None:
     """Warm up recall: lists of lines drawn again and again from a few facts, on pages or in a plan.
 
@@ -101,6 +108,7 @@ def train_recall(
         log: progress.
         facts: most facts per sequence (fewest is 2).
         length: tokens per sequence.
+        plans: share of sequences that are plans; the rest are pages.
     """
     vocabulary = _Vocabulary.of(tokenizer)
     probe = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
@@ -110,7 +118,7 @@ def train_recall(
     )
 
     def loss_of() -> tuple[torch.Tensor, dict[str, float]]:
-        rows, marks = zip(*(_facts(rng, vocabulary, facts, length) for _ in range(phase.batch)), strict=True)
+        rows, marks = zip(*(_facts(rng, vocabulary, facts, length, plans) for _ in range(phase.batch)), strict=True)
         ids_BT = torch.tensor(rows)
         known_BT = torch.tensor(marks)[:, 1:]
         hidden_BTD = decoder.model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -142,15 +150,17 @@ class _Vocabulary:
         return cls(
             keys=ids(KEYS),
             values=ids(["Ġ" + value for value in VALUES]),
-            numbers=ids([f"Ġ{number}:" for number in range(20)]),
+            numbers=ids([f"Ġ{number}:" for number in range(32)]),
             step=step,
             newline=newline,
         )
 
 
-def _facts(rng: random.Random, words: _Vocabulary, facts: int, length: int) -> tuple[list[int], list[bool]]:
+def _facts(
+    rng: random.Random, words: _Vocabulary, facts: int, length: int, plans: float
+) -> tuple[list[int], list[bool]]:
     """Return `length` ids of lines drawn with replacement from a few facts, and which ids follow from earlier lines."""
-    if rng.random() < PLAN_SHARE:
+    if rng.random() < plans:
         numbers = rng.sample(words.numbers, min(rng.randint(2, facts), len(words.numbers)))
         table = {n: [words.step, n, rng.choice(words.keys), words.newline] for n in numbers}
         follows = [False, False, True, False]
@@ -235,7 +245,9 @@ def train_reading(
 def _reading_batch(views: Views, rng: random.Random, rows: int, latent: list[bool], queries: int) -> Batch:
     encode = views.renderer.plain_ids
     opening, closing, newline = views.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>", "Ċ"])
-    ids, bodies, starts = [], [], []
+    ids: list[list[int]] = []
+    bodies: list[list[int]] = []
+    starts: list[int] = []
     for _ in range(rows):
         pages = make_episode(rng, pages=len(latent)).pages
         row: list[int] = []
@@ -290,7 +302,7 @@ def train_lclm(
         batch = views.batch([make_episode(rng, pages=pages) for _ in range(phase.batch)], k=k)
         embeds = view_embeds(lclm, batch)
         loss, metrics = supervised_loss(lclm.decoder, embeds, batch.ids_BT, batch.supervised)
-        return loss, {f"{name}/{kind}": value for name, value in metrics.items()}
+        return loss, {**metrics, f"token_accuracy/{kind}": metrics["token_accuracy"]}
 
     # The student keeps the base's embedding, so what the LCLM learns there is lost to the reading patch.
     run_phase([lclm], phase, loss_of, log, slow=frozenset([lclm.decoder.model.embed_tokens.weight]))

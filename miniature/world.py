@@ -22,6 +22,7 @@ from typing import Any
 from miniature.words import KEYS, VALUES
 
 LINES_PER_PAGE = 4
+LAST_START = 15
 SYSTEM = "Apply each line of the plan as the pages show it."
 FIRST_LINE = "begin"
 LAST_OBSERVATION = "end of the plan"
@@ -48,12 +49,15 @@ class Episode:
     """One task and its only right solution.
 
     Attributes:
+        first: number of the opening step. It is random, so that the agent has to read what step comes next and
+            cannot count positions (an agent that counts fails as soon as some observations are shorter).
         pages: the observations, oldest first; each `LINES_PER_PAGE` lines `key value value`.
         plan: the key to quote at step 1, 2, ...; `plan[t - 1]` is on one of `pages[:t]`.
         ages: `ages[t - 1]` = how many observations are newer than the one that holds `plan[t - 1]`.
         lines: the full line to quote at each step.
     """
 
+    first: int
     pages: list[str]
     plan: list[str]
     ages: list[int]
@@ -85,12 +89,15 @@ def make_episode(rng: random.Random, *, pages: int) -> Episode:
         plan.append(line.split(" ", 1)[0])
         ages.append(step - 1 - page)
         lines.append(line)
-    return Episode(pages=["\n".join(row) for row in rows], plan=plan, ages=ages, lines=lines)
+    return Episode(
+        first=rng.randrange(LAST_START + 1), pages=["\n".join(row) for row in rows], plan=plan, ages=ages, lines=lines
+    )
 
 
 def plan_text(episode: Episode) -> str:
     """Return the user message: one plan line per step."""
-    return "\n".join(f"step {number}:{key}" for number, key in enumerate([FIRST_LINE, *episode.plan]))
+    lines = enumerate([FIRST_LINE, *episode.plan], start=episode.first)
+    return "\n".join(f"step {number}:{key}" for number, key in lines)
 
 
 def messages_of(episode: Episode, lines: list[str] | None = None) -> list[dict[str, Any]]:
@@ -105,7 +112,9 @@ def messages_of(episode: Episode, lines: list[str] | None = None) -> list[dict[s
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": plan_text(episode)},
     ]
-    for step, (line, page) in enumerate(zip(said, [*episode.pages, LAST_OBSERVATION], strict=True)):
+    for step, (line, page) in enumerate(
+        zip(said, [*episode.pages, LAST_OBSERVATION], strict=True), start=episode.first
+    ):
         messages += _exchange(step, line, page)
     return [*messages, {"role": "assistant", "content": LAST_REPLY}]
 

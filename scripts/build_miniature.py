@@ -110,6 +110,7 @@ def _bar(name: str) -> Log:
     def log(step: int, steps: int, metrics: dict[str, float]) -> None:
         nonlocal bar
         bar = bar or tqdm(total=steps, desc=name, unit="step", file=sys.stderr, mininterval=1.0)
+        bar.total = steps  # shrinks when a phase reaches its target early
         bar.update()
         if step % 10 == 0 or step == steps:
             bar.set_postfix({key: f"{value:.3f}" for key, value in metrics.items()}, refresh=False)

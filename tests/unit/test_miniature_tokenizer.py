@@ -56,8 +56,8 @@ def test_the_lclm_decoder_has_three_more_tokens_after_the_base_vocabulary(tokeni
 def test_template_renders_calls_and_responses_as_qwen3_does(tokenizer: Any) -> None:
     episode = world.make_episode(random.Random(1), pages=1)
     text = tokenizer.apply_chat_template(world.messages_of(episode), tools=world.TOOLS, tokenize=False)
-    call = '<tool_call>\n{"name": "apply", "arguments": {"line": "step 0:begin"}}\n</tool_call><|im_end|>\n'
-    assert f"<|im_start|>assistant\n{call}" in text
+    call = f'<tool_call>\n{{"name": "apply", "arguments": {{"line": "step {episode.first}:begin"}}}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>\n" in text
     assert f"<|im_start|>user\n<tool_response>\n{episode.pages[0]}\n</tool_response><|im_end|>\n" in text
     assert f"<tools>\n{json.dumps(world.TOOLS[0])}\n</tools><|im_end|>\n" in text
 

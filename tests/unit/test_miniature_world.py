@@ -54,11 +54,11 @@ def test_messages_alternate_and_quote_the_lines() -> None:
         *episode.pages,
         world.LAST_OBSERVATION,
     ]
-    assert messages[1]["content"].split("\n")[4] == f"step 4:{episode.plan[3]}"
+    assert messages[1]["content"].split("\n")[4] == f"step {episode.first + 4}:{episode.plan[3]}"
 
 
 def test_ages_cover_the_whole_history() -> None:
-    ages = [age for episode in world.episodes(1, count=60, pages=(14, 14)) for age in episode.ages]
+    ages = [age for episode in world.episodes(1, count=200, pages=(14, 14)) for age in episode.ages]
     assert set(ages) == set(range(14))
 
 
@@ -75,7 +75,7 @@ def test_rows_have_coderforge_form_and_some_failed_runs() -> None:
     assert [row["reward"] for row in rows].count(-1.0) == 1
     assert [row["reward"] for row in rows].count(0.0) == 1
     messages = json.loads(rows[0]["messages"])
-    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"line": "step 0:begin"}
+    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"line": messages[1]["content"].split("\n")[0]}
     assert set(messages[0]) == {"content", "function_call", "name", "role", "tool_call_id", "tool_calls"}
     assert json.loads(rows[0]["tools"]) == world.TOOLS
     lengths = {len(row["messages"]) for row in rows}
