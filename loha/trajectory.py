@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -64,6 +65,10 @@ class Trajectory:
     licence: str | None = None
     """Licence of the row, as its source states it."""
 
+    tool_seconds: list[float | None] | None = None
+    """How long the tools of each assistant turn took, one entry per assistant turn, None where it is not known; left
+    out of the row where the source does not say. `loha bench` can wait as long."""
+
     def __post_init__(self) -> None:
         for name, (types, expected) in _FIELD_TYPES.items():
             value = getattr(self, name)
@@ -71,6 +76,7 @@ class Trajectory:
                 raise LohaError(f"{name} must be {expected}, got {value!r}")
         check_tools(self.tools)
         check_messages(self.messages)
+        check_tool_seconds(self.tool_seconds, self.assistant_turns)
 
     @classmethod
     def from_json(cls, row: Any) -> Trajectory:
@@ -94,7 +100,10 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as a plain dict, keys in canonical order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.tool_seconds is None:
+            del row["tool_seconds"]
+        return row
 
     def to_line(self) -> str:
         """Return the row as one line of UTF-8-encodable JSON, without the newline."""
@@ -215,6 +224,22 @@ def check_tools(tools: Any) -> None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise LohaError(f'tool {index}: expected {{"type": "function", "function": {{"name": ...}}}}')
+
+
+def check_tool_seconds(seconds: Any, turns: int) -> None:
+    """Check the times of the tools: None, or one entry per assistant turn.
+
+    Raises:
+        LohaError: for another number of entries, or one that is no time.
+    """
+    if seconds is None:
+        return
+    if not isinstance(seconds, list) or len(seconds) != turns:
+        got = f"{len(seconds)} entries" if isinstance(seconds, list) else type(seconds).__name__
+        raise LohaError(f"tool_seconds must hold one entry per assistant turn ({turns}) or be left out, got {got}")
+    for turn, value in enumerate(seconds):
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise LohaError(f"tool_seconds of turn {turn} must be a number of seconds or null, got {value!r}")
 
 
 def _check_message(message: Any, where: str) -> str:

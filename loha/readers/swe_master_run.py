@@ -6,6 +6,7 @@ without ids, as in the project's own training rows. The runner's tool docs are n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ def _read(row: Mapping[str, Any], context: RowContext) -> Trajectory:
         messages=messages,
         source="swe-master-run",
         licence=text_of(task, "license_name"),
+        tool_seconds=_tool_seconds(steps),
     )
 
 
@@ -66,6 +68,17 @@ def _turns(steps: list[Any]) -> list[dict[str, Any]]:
             raise BadRow("bad step", f"step {index}: observation must be a string, got {type(observation).__name__}")
         turns.append({"role": "tool", "content": observation})
     return turns
+
+
+def _tool_seconds(steps: list[Mapping[str, Any]]) -> list[float | None] | None:
+    """Return how long the environment took in each step, or None when no step says."""
+    seconds = [_seconds(step.get("env_exec_time")) for step in steps]
+    return seconds if any(value is not None for value in seconds) else None
+
+
+def _seconds(value: Any) -> float | None:
+    is_time = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return float(value) if is_time else None
 
 
 def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
