@@ -24,7 +24,6 @@ from tyro.conf import Positional
 from loha.console import err, out
 from loha.errors import LohaError
 from loha.layout import format_k
-from serving.checkpoint import check_checkpoint
 from serving.encoder_cache import CONFIG_KEY, DEFAULT_BATCH_TOKENS, DEFAULT_CACHE_LATENTS
 from serving.liveness import PluginNotLive, check_plugin_live
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
@@ -101,6 +100,8 @@ class Options:
 
 def main(options: Options) -> int:
     """Start the OpenAI-compatible server with latent observations."""
+    from serving.checkpoint import check_checkpoint  # imports torch and transformers, which --help should not wait for
+
     defaults = _defaults(options)
     on_cpu = is_cpu_build()
     config = check_checkpoint(options.checkpoint)
