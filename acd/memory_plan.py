@@ -18,11 +18,9 @@ Phase = Literal["loss", "backward"]
 
 FLOAT32 = 4
 INT64 = 8
-CHUNK_ELEMENTS = 1 << 24
-"""Elements whose float32 copies exist at one time in the norms and the activation (`loha.gains`)."""
-
-CHUNK_COPIES = 6
-"""Float32 buffers of that size in the activation's backward pass."""
+ACTIVATION_GRADIENTS = 4
+"""MLP-wide tensors beside gate and up in the activation's backward pass: the gradient that comes in, silu(gate), and
+the two gradients that go out (`loha.mlp`)."""
 
 CONTEXT_BYTES = 1_500_000_000
 """Driver context, matrix-product workspaces and communication buffers of one process. Assumed."""
@@ -59,8 +57,8 @@ class MemorySetup:
     on_gpu: bool = True
     """False counts as the CPU back-end does: no flash workspaces, no offload, a float32 copy of the head."""
 
-    pieces_differ: bool = False
-    """CPU only: pieces of several lengths in a row, whose attention outputs are joined by a copy."""
+    several_pieces: bool = False
+    """CPU only: several pieces in a row, whose attention outputs are joined by a copy."""
 
     @property
     def trained_parameters(self) -> int:
@@ -154,7 +152,7 @@ def layer_saved_elements(setup: MemorySetup, *, mlp: bool = True) -> tuple[int, 
     if shape.head_norms:
         elements += shape.query_width + shape.kv_width
         wide += shape.heads + shape.kv_heads
-    if setup.pieces_differ:
+    if setup.several_pieces:
         elements += shape.query_width
     if mlp:
         elements += 3 * shape.mlp_width + ranks["gate_proj"] + ranks["up_proj"] + ranks["down_proj"]
@@ -236,18 +234,16 @@ def _layer(setup: MemorySetup) -> list[Component]:
     saved, gradients = moments[worst]
     if not setup.checkpointing:
         saved = 0
-    copies = min(tokens * setup.decoder.mlp_width, CHUNK_ELEMENTS) * FLOAT32 * CHUNK_COPIES
     return [
         Component(name="recomputed layer", bytes=tokens * saved, phases=("backward",)),
         Component(name=f"gradients inside a layer ({worst})", bytes=tokens * gradients, phases=("backward",)),
-        Component(name="float32 chunk copies", bytes=copies, phases=("backward",)),
     ]
 
 
 def _mlp_moment(setup: MemorySetup) -> tuple[int, int]:
     """Return (saved, gradient) bytes per token in the activation's backward pass.
 
-    down_proj is done and its input is free; gate and up, the gradient of their product and their own gradients live.
+    down_proj is done and its input is free.
     """
     shape, size, chunks = setup.decoder, setup.element_bytes, setup.mlp_chunks
     elements, wide = layer_saved_elements(setup, mlp=False)
@@ -255,7 +251,7 @@ def _mlp_moment(setup: MemorySetup) -> tuple[int, int]:
     saved = (elements - shape.width) * size + wide * FLOAT32 + (2 * shape.mlp_width + ranks) * size // chunks
     # The gradient of the layer's output; with chunks also that of the chunks done before.
     streams = shape.width * (2 if chunks > 1 else 1)
-    return saved, streams * size + 3 * shape.mlp_width * size // chunks
+    return saved, streams * size + ACTIVATION_GRADIENTS * shape.mlp_width * size // chunks
 
 
 def _attention_moment(setup: MemorySetup) -> tuple[int, int]:
@@ -266,7 +262,7 @@ def _attention_moment(setup: MemorySetup) -> tuple[int, int]:
     saved = (elements - 3 * shape.width - min(setup.rank, shape.width, shape.query_width)) * size
     saved += (wide - 1) * FLOAT32
     gradients = (shape.width + 2 * shape.query_width + 2 * shape.kv_width) * size
-    if setup.pieces_differ:
+    if setup.several_pieces:
         saved -= shape.query_width * size
     if setup.on_gpu:
         # Flash attention adds up the query gradient in float32, and key and value gradients per query head.
