@@ -41,10 +41,10 @@ class Options:
     rank: int = 16
     """Rank of the reading patch."""
 
-    instances: int = 640
+    instances: int = 320
     """Training tasks; held-out ones are fewer and have a seed of their own."""
 
-    held_out: int = 16
+    held_out: int = 10
     """Held-out tasks, each of 12 to 16 observations."""
 
 
