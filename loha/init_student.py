@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -201,12 +202,13 @@ def mean_markers(base: WeightFiles) -> torch.Tensor:
     Returns:
         float32 `[2, D]`.
     """
-    return base.tensor(EMBEDDING).float().mean(0, keepdim=True).repeat(2, 1)
+    return base.tensor(EMBEDDING).mean(0, keepdim=True, dtype=torch.float32).repeat(2, 1)
 
 
 def mean_row_rms(base: WeightFiles) -> float:
     """Return the root mean square of the base's embedding, the size that fresh latents should have."""
-    return base.tensor(EMBEDDING).float().square().mean().sqrt().item()
+    embedding = base.tensor(EMBEDDING)
+    return torch.linalg.vector_norm(embedding, dtype=torch.float32).item() / math.sqrt(embedding.numel())
 
 
 def _projections(base: WeightFiles) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import dataclass
@@ -233,8 +234,9 @@ def lclm_from_layers(
     config |= {"num_hidden_layers": layers, "architectures": [_base_class(config)]}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
-    embedding = base.tensor(EMBEDDING).float()
-    width, rms = embedding.shape[1], embedding.square().mean().sqrt().item()
+    embedding = base.tensor(EMBEDDING)
+    width = embedding.shape[1]
+    rms = torch.linalg.vector_norm(embedding, dtype=torch.float32).item() / math.sqrt(embedding.numel())
     adapter = Adapter.fresh(width, width, output_rms=rms, seed=seed)
     document = {key: getattr(settings, field) for key, field in _SETTING_KEYS.items()}
     with atomic_path(out_dir) as temporary:

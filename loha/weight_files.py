@@ -16,7 +16,18 @@ from safetensors.torch import save_file
 from loha.errors import LohaError
 
 INDEX_NAME = "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _HEADER_LIMIT = 100 << 20  # the format's own limit
 
 
@@ -51,7 +62,6 @@ class WeightFiles:
         self._entries: dict[str, TensorEntry] = {}
         for file in self.files:
             self._entries.update(read_header(file))
-        self._open: tuple[Path, Any] | None = None
 
     def names(self) -> list[str]:
         """Return every tensor name, sorted."""
@@ -90,25 +100,20 @@ class WeightFiles:
         entry = self.entry(name)
         if shape is not None and entry.shape != tuple(shape):
             raise LohaError(f"{self.folder}: tensor {name!r} has shape {list(entry.shape)}, expected {list(shape)}")
-        return self._handle(entry.file).get_tensor(name)
+        return _read(entry, entry.start, entry.shape)
 
     def rows(self, name: str, indices: list[int]) -> torch.Tensor:
         """Read some rows of a matrix without the rest of it."""
         entry = self.entry(name)
         if any(not 0 <= i < entry.shape[0] for i in indices):
             raise LohaError(f"{self.folder}: tensor {name!r} has {entry.shape[0]} rows, asked for rows {indices}")
-        view = self._handle(entry.file).get_slice(name)
-        return torch.cat([view[i : i + 1] for i in indices])
+        width = (entry.end - entry.start) // entry.shape[0]
+        return torch.cat([_read(entry, entry.start + i * width, (1, *entry.shape[1:])) for i in indices])
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every (name, tensor), sorted by name, one tensor in memory at a time."""
         for name in self.names():
             yield name, self.tensor(name)
-
-    def _handle(self, file: Path) -> Any:
-        if self._open is None or self._open[0] != file:
-            self._open = (file, safe_open(file, framework="pt"))
-        return self._open[1]
 
 
 def read_header(file: str | Path) -> dict[str, TensorEntry]:
@@ -162,6 +167,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LohaError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def _read(entry: TensorEntry, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Read part of a file into memory of our own: mapped pages of a whole checkpoint would count as ours."""
+    if entry.dtype not in DTYPES:
+        raise LohaError(f"{entry.file} holds {entry.dtype} weights; expected one of {', '.join(DTYPES)}")
+    dtype = DTYPES[entry.dtype]
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        target = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        with entry.file.open("rb") as stream:
+            stream.seek(start)
+            if stream.readinto(target) != len(target):
+                raise LohaError(f"{entry.file} ends before its tensors do; copy or download it again")
+    return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -69,3 +69,22 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(LohaError, match=r"lacks 'model-00002-of-00003\.safetensors'"):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_are_read_as_safetensors_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "a": torch.arange(35).reshape(5, 7).to(dtype),
+        "b": torch.ones(3, dtype=dtype),
+        "empty": torch.ones(0, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = WeightFiles(tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(weights.tensor(name), tensor)
+        assert weights.tensor(name).dtype == tensor.dtype
+    assert torch.equal(weights.rows("a", [4, 0]), tensors["a"][[4, 0]])
+    with pytest.raises(LohaError, match="has 5 rows, asked for rows"):
+        weights.rows("a", [5])
+    with pytest.raises(LohaError, match="has no tensor 'c'"):
+        weights.tensor("c")
