@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loha.errors import LohaError
+
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -35,6 +37,22 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.replace(target)
     finally:
         _remove(temporary)
+
+
+def check_replaceable(folder: str | os.PathLike[str], *, marker: str, kind: str) -> None:
+    """Check that writing to `folder` would replace nothing but an older output of the same kind.
+
+    Args:
+        folder: about to be written with `atomic_path`.
+        marker: file that every folder of this kind holds.
+        kind: names it in the error, for instance "student".
+
+    Raises:
+        LohaError: when the folder holds something else, which replacing it would delete.
+    """
+    target = Path(folder)
+    if target.is_dir() and any(target.iterdir()) and not (target / marker).is_file():
+        raise LohaError(f"{target} exists and is no {kind} ({marker} is missing): choose another folder or remove it")
 
 
 def _remove(path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 import tyro
 
 from loha import __version__
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, check_replaceable
 from loha.console import out
+from loha.errors import LohaError
 from loha.hf_config import ARCHITECTURE, MODEL_TYPE
 from loha.merge import MergedWeights, base_dtype
 from loha.rounding_drift import DEFAULT_PROBE, RoundingDrift, measure_drift
@@ -103,7 +104,8 @@ def export(
         probe: text for the drift measurement; empty skips it.
 
     Raises:
-        LohaError: when a part is missing or is not what the student was made with.
+        LohaError: when a part is missing or is not what the student was made with, or when an output would replace
+            something else than an older export.
     """
     files = StudentFiles.read(student)
     config = dataclasses.replace(
@@ -111,6 +113,7 @@ def export(
         base=str(base or files.config.base),
         encoder=str(encoder_folder(lclm) if lclm else files.config.encoder),
     )
+    _check_outputs(folder, decoder_only, [Path(student), Path(config.base), Path(config.encoder)])
     verify_parts(config, student=str(student))
     target = dtype or base_dtype(WeightFiles(config.base))
     merged = MergedWeights(config.base, files, dtype=target)
@@ -137,6 +140,17 @@ def export(
             write_shards(temporary, merged.items())
             write_json(temporary / "config.json", text_config)
     return Exported(tensors=tensors, dtype=_name(target), drift=drift)
+
+
+def _check_outputs(folder: str | Path, decoder_only: str | Path | None, inputs: list[Path]) -> None:
+    """Refuse to write over what is being read, or over a folder that is no older export."""
+    for output in [Path(folder), *([Path(decoder_only)] if decoder_only else [])]:
+        used = [path for path in inputs if path.resolve().is_relative_to(output.resolve())]
+        if used:
+            raise LohaError(
+                f"{output} cannot be written: {used[0]} in it is part of the student; choose another folder"
+            )
+        check_replaceable(output, marker="config.json", kind="exported checkpoint")
 
 
 def _all_tensors(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from loha import __version__
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, check_replaceable
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint
 from loha.peft_file import Factors, load_patch, save_patch
@@ -72,7 +72,11 @@ class StudentFiles:
         Args:
             folder: to create or replace.
             extra: further files by name, such as a report.
+
+        Raises:
+            LohaError: when the folder holds something else than a student.
         """
+        check_replaceable(folder, marker=CONFIG_NAME, kind="student")
         with atomic_path(folder) as temporary:
             temporary.mkdir()
             save_patch(temporary / PATCH_NAME, self.patch, rank=self.config.rank, base=self.config.base)
