@@ -46,6 +46,12 @@ class LatentSettings:
     window: int = 1024
     """Encoder tokens per independent window."""
 
+    def __post_init__(self) -> None:
+        if self.ratio < 1 or self.window < 1:
+            raise LohaError(
+                f"compression ratio and encoder window must be at least 1, got {self.ratio} and {self.window}"
+            )
+
 
 @dataclass(frozen=True)
 class Segment:
