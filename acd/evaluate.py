@@ -243,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--patch", choices=("on", "off"), default="on", help="off: the base on the student's latents")
     parser.add_argument("--read-back", action="store_true", help="also ask read-back questions at K = 0")
     options, config = parse_command(parser, argv)
+    if options.turns is not None and options.turns < 1:
+        raise LohaError(f"--turns must be at least 1, got {options.turns}")
     if not config.data.held_out:
         raise LohaError("data.held_out is missing: name a file of trajectories that are not trained on")
     corpus = Corpus(config.data.held_out, limit=config.data.held_out_limit)
