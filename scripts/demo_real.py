@@ -8,6 +8,7 @@ model of another architecture from the recorded rows to the K sweep, and that th
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(options: Options) -> None:
     if not (options.data / "swe_master").is_dir():
         raise LohaError(f"{options.data}/swe_master: no such folder; make demo-real SHARED_DATA=FOLDER names another")
     story = Story("LOHA + ACD on real trajectories with SmolLM2-135M")
+    shutil.rmtree(RUN, ignore_errors=True)
     prepare(story, options.data)
     evaluate = ("python", "-m", "acd.evaluate", "--config", CONFIG, "--k", "0", "3", "inf", "--student")
     before = last_json(story.step("evaluate the start on held-out trajectories", *evaluate, RUN / "start", quiet=True))
