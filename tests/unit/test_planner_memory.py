@@ -242,5 +242,5 @@ def test_the_papers_row_on_one_h100() -> None:
         plan = plan_memory(replace(setup, offload=offload, mlp_chunks=chunks))
         assert plan.peak_bytes / 1e9 == pytest.approx(estimate, rel=0.10)
         assert plan.host_bytes == (36 * 204_800 * 2560 * 2 if offload else 0)
-    # The lean layer of issue B: no more than the frozen stock layer's 120.6 KB a token.
+    # The lean layer: no more than the frozen stock layer's 120.6 KB a token.
     assert layer_saved_bytes(setup) == 110_760
