@@ -57,7 +57,8 @@ def shorten(trajectory: Trajectory, options: Options) -> Trajectory:
         messages.append({**message, "content": elide(message["content"], options.max_chars)})
         if turns == options.max_turns:
             break
-    return dataclasses.replace(trajectory, messages=messages)
+    seconds = trajectory.tool_seconds and trajectory.tool_seconds[:turns]  # one entry per turn that is left
+    return dataclasses.replace(trajectory, messages=messages, tool_seconds=seconds)
 
 
 def elide(text: str, max_chars: int) -> str:
