@@ -257,6 +257,18 @@ class Config:
             raise LohaError("teacher.mode live uses the base as teacher: another teacher.model needs mode: cache")
         if self.teacher.model and not self.teacher.anchor_cache:
             raise LohaError("teacher.model is not the base, so teacher.anchor_cache must name a cache of the base")
+        for where, value in (
+            ("loss.chunk", self.loss.chunk),
+            ("teacher.trajectories_per_shard", self.teacher.trajectories_per_shard),
+            ("teacher.candidates", self.teacher.candidates),
+            ("model.mlp_chunks", self.model.mlp_chunks),
+            ("run.epochs", self.run.epochs),
+            ("run.max_steps", 1 if self.run.max_steps is None else self.run.max_steps),
+        ):
+            if value < 1:
+                raise LohaError(f"{where} must be at least 1, got {value}")
+        if not self.views.latent_k or min(self.views.latent_k) < 0:
+            raise LohaError(f"views.latent_k must hold whole numbers of at least 0, got {list(self.views.latent_k)}")
         for name in ("latent_share", "full_share"):
             if not 0 <= getattr(self.views, name) <= 1:
                 raise LohaError(f"views.{name} must lie between 0 and 1, got {getattr(self.views, name)}")

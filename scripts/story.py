@@ -70,17 +70,18 @@ class Story:
         for number, (text, command) in enumerate(commands.items()):
             self._announce(text, command, number)
             pipe = subprocess.PIPE if quiet or number else None
-            errors = subprocess.STDOUT if number and not quiet else subprocess.DEVNULL if number else None
+            errors = subprocess.PIPE if number else None
             process = subprocess.Popen(
                 resolve(command), cwd=REPOSITORY, text=True, stdout=pipe, stderr=errors, env=os.environ | self.variables
             )
             running.append((text, command, process))
         outputs = {}
         for text, command, process in running:
-            outputs[text] = process.communicate()[0] or ""
+            output, errors = process.communicate()
+            outputs[text] = output or ""
             self.seconds[text] = time.monotonic() - began
             if process.returncode:
-                self.console.print(outputs[text], markup=False)
+                self.console.print(outputs[text] + (errors or ""), markup=False)
                 for _, _, other in running:
                     other.kill()
                 raise LohaError(f"step failed with exit status {process.returncode}: {shlex.join(map(str, command))}")

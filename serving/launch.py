@@ -241,7 +241,7 @@ def _supervise(server: subprocess.Popen[bytes], options: Options, defaults: Requ
             return status or 1
         try:
             check_plugin_live(client, model_name(options))
-        except PluginNotLive as error:
+        except (PluginNotLive, httpx.TransportError) as error:
             err(f"error: the server runs, but not with latent observations: {error}")
             return NOT_LIVE
     window = defaults.window
