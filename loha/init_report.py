@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from loha.svd import REPORT_RANKS, LowRankDelta, rounding_floor
+from loha.weight_files import WeightFiles
 
 JSON_NAME = "init_report.json"
 PLOT_NAME = "init_report.png"
@@ -78,15 +79,21 @@ class VectorReport:
     max_abs_change: float
 
     @classmethod
-    def of(cls, name: str, base: torch.Tensor, lclm: torch.Tensor) -> VectorReport:
-        """Describe a difference of two tensors of one shape, a slice at a time: embeddings are large."""
+    def of(cls, name: str, base: WeightFiles, lclm: WeightFiles) -> VectorReport:
+        """Describe the difference of a tensor over the rows that both have, a slice at a time: embeddings are large."""
+        rows = min(base.shape(name)[0], lclm.shape(name)[0])
+        parts, others = (weights.blocks(name, rows=ROWS_AT_ONCE, limit=rows) for weights in (base, lclm))
         changed, total, largest = 0.0, 0.0, 0.0
-        for part, other in zip(base.split(ROWS_AT_ONCE), lclm.split(ROWS_AT_ONCE), strict=True):
+        for part, other in zip(parts, others, strict=True):
             difference = other.double() - part.double()
             changed += difference.square().sum().item()
             total += part.double().square().sum().item()
             largest = max(largest, difference.abs().max().item())
-        return cls(name=name, relative_change=math.sqrt(changed / max(total, 1e-30)), max_abs_change=largest)
+        return cls(
+            name=name.removesuffix(".weight"),
+            relative_change=math.sqrt(changed / max(total, 1e-30)),
+            max_abs_change=largest,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,8 +140,8 @@ def svd_patch(base: WeightFiles, lclm: WeightFiles, rank: int, *, seed: int) -> 
     gains = [n for n in base.names() if is_gain(n, base.shape(n))]
     return patch, InitReport(
         projections=reports,
-        gains=[VectorReport.of(n.removesuffix(".weight"), base.tensor(n), lclm.tensor(n)) for n in gains],
-        embedding=_embedding_report(base, lclm),
+        gains=[VectorReport.of(name, base, lclm) for name in gains],
+        embedding=VectorReport.of(EMBEDDING, base, lclm),
     )
 
 
@@ -237,8 +237,3 @@ def _require_same_decoder(base: WeightFiles, lclm: WeightFiles) -> None:
         raise LohaError(
             f"the LCLM decoder {lclm.folder} was not made from the base {base.folder}: it also has {extra[0]}"
         )
-
-
-def _embedding_report(base: WeightFiles, lclm: WeightFiles) -> VectorReport:
-    rows = min(base.shape(EMBEDDING)[0], lclm.shape(EMBEDDING)[0])
-    return VectorReport.of(EMBEDDING, base.tensor(EMBEDDING)[:rows], lclm.tensor(EMBEDDING)[:rows])

@@ -110,6 +110,14 @@ class WeightFiles:
         width = (entry.end - entry.start) // entry.shape[0]
         return torch.cat([_read(entry, entry.start + i * width, (1, *entry.shape[1:])) for i in indices])
 
+    def blocks(self, name: str, *, rows: int, limit: int) -> Iterator[torch.Tensor]:
+        """Yield the first `limit` rows of a tensor, at most `rows` at a time."""
+        entry = self.entry(name)
+        width = (entry.end - entry.start) // max(1, entry.shape[0])
+        for start in range(0, limit, rows):
+            count = min(rows, limit - start)
+            yield _read(entry, entry.start + start * width, (count, *entry.shape[1:]))
+
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every (name, tensor), sorted by name, one tensor in memory at a time."""
         for name in self.names():
