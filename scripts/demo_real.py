@@ -37,7 +37,7 @@ def main(options: Options) -> None:
     story = Story("LOHA + ACD on real trajectories with SmolLM2-135M")
     shutil.rmtree(RUN, ignore_errors=True)
     prepare(story, options.data)
-    evaluate = ("python", "-m", "acd.evaluate", "--config", CONFIG, "--k", "0", "3", "inf", "--student")
+    evaluate = ("python", "-m", "acd.evaluate", "--config", CONFIG, "--k", "0", "inf", "--turns", "2", "--student")
     before = last_json(story.step("evaluate the start on held-out trajectories", *evaluate, RUN / "start", quiet=True))
     story.step(
         "train",
@@ -64,7 +64,7 @@ def prepare(story: Story, data: Path) -> None:
     """Import and shorten the trajectories, write the models, fill the teacher cache."""
     imported = RUN / "trajectories.jsonl"
     story.step("import recorded runs", "loha", "data", "import", data / "swe_master", "--out", imported)
-    shorten = ("python", "scripts/shorten_trajectories.py", "--trajectories", imported)
+    shorten = ("python", "scripts/shorten_trajectories.py", "--trajectories", imported, "--max-turns", "4")
     story.step("cut them to short rows", *shorten, "--out", RUN / "train.jsonl", "--offset", "1", "--every", "2")
     story.step("and hold others out", *shorten, "--out", RUN / "held_out.jsonl", "--every", "4")
     weights = ("python", "scripts/smollm2_checkpoint.py", "--out", RUN / "base", "--encoder-out", RUN / "encoder")
@@ -77,10 +77,10 @@ def prepare(story: Story, data: Path) -> None:
 def report(story: Story, before: dict, after: dict) -> None:
     """Print held-out KL before and after, and the training curve's ends."""
     table = Table(title="held-out KL(teacher||student), nats per assistant token", title_justify="left")
-    for column in ("", "K=0", "K=3", "K=inf"):
+    for column in ("", "K=0", "K=inf"):
         table.add_column(column, justify="right")
     for name, result in (("start: zero patch, untrained adapter", before), ("after ACD", after)):
-        table.add_row(name, *(f"{result['k'][k]['kl']:.3f}" for k in ("0", "3", "inf")))
+        table.add_row(name, *(f"{result['k'][k]['kl']:.3f}" for k in ("0", "inf")))
     story.console.print(table)
     steps = [json.loads(line) for line in (RUN / "acd/metrics.jsonl").open()]
     first, last = (epoch_mean(part) for part in (steps[: len(steps) // 3], steps[-(len(steps) // 3) :]))

@@ -29,7 +29,7 @@ class Options:
     max_turns: int = 6
     """Assistant turns to keep."""
 
-    max_chars: int = 600
+    max_chars: int = 500
     """Characters to keep of each message: its head and its tail."""
 
     every: int = 1
