@@ -12,11 +12,11 @@ from acd.compute_plan import Lengths, Work, planned_work, typical_work
 from acd.config import Config, load_config
 from acd.planner import TrainingPlan, plan_training, training_setup
 from loha.accounting import short_count
-from loha.console import out
+from loha.console import err, out
 from loha.errors import LohaError
 from loha.hardware import find_gpu
 from loha.layout import Window, parse_k, parse_polling
-from loha.model_shape import ModelShape, read_config, read_shape
+from loha.model_shape import ModelShape, known_shape, read_config, read_shape
 from loha.replay_model import AgentRun
 from loha.serving_plan import ServingPlan, ServingSetup, plan_serving
 
@@ -179,7 +179,7 @@ def training_shapes(options: Options, config: Config) -> Shapes:
     """
     record = Path(config.model.student) / "student.json"
     student = read_config(record) if record.is_file() else {}
-    base = options.base or config.model.base or student.get("base")
+    base = options.base or config.model.base or student.get("base") or _named_base(config)
     if base is None:
         raise LohaError(
             f"{config.model.student} is no student yet and model.base is not set: say --base with a folder, "
@@ -337,6 +337,14 @@ def _encoder_shape(where: str) -> ModelShape:
         if (place / "encoder" / "config.json").is_file():
             return read_shape(place / "encoder")
     return read_shape(where)
+
+
+def _named_base(config: Config) -> str | None:
+    """Return a known model that the student's path names, so that a recipe can be planned before anything is there."""
+    name = next((part for part in Path(config.model.student).parts if known_shape(part)), None)
+    if name is not None:
+        err(f"note: {config.model.student} is no student yet; taking {name} from its path as the base (--base sets it)")
+    return name
 
 
 def _windows(options: Options) -> Sequence[Window]:

@@ -170,6 +170,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
 # The LCLM names stand for their encoder, all that a plan takes from them.
 _ALIASES = {
     "qwen3-4b-instruct-2507": "qwen3-4b",
+    "swe-master-4b": "qwen3-4b",
     "swe-master-4b-rl": "qwen3-4b",
     "0.6b-4b-lclm-4x": "qwen3-embedding-0.6b",
     "0.6b-4b-lclm-8x": "qwen3-embedding-0.6b",
@@ -190,14 +191,18 @@ def read_shape(where: str | Path) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return ModelShape.from_config(read_config(path), source=str(path))
-    name = Path(where).name.lower()
-    shape = KNOWN_SHAPES.get(_ALIASES.get(name, name))
+    shape = known_shape(Path(where).name)
     if shape is None:
         raise LohaError(
             f"{where}: no folder with a config.json, and no known model name; give the folder, the config.json, or one "
             f"of {', '.join(sorted([*KNOWN_SHAPES, *_ALIASES]))}"
         )
     return shape
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """Return the shape of a known model, by its name without the owner; None for other names."""
+    return KNOWN_SHAPES.get(_ALIASES.get(name.lower(), name.lower()))
 
 
 def read_config(path: Path) -> dict[str, Any]:

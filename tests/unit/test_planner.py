@@ -293,6 +293,20 @@ def test_command_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[
         assert part in text
 
 
+@pytest.mark.parametrize("name", ["qwen3-4b", "swe-master-4b"])
+def test_command_plans_the_papers_recipes_before_anything_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    path = (Path(__file__).parents[2] / "configs" / f"{name}.yaml").resolve()
+    monkeypatch.chdir(tmp_path)
+    code, text, notes = run_command(capsys, "--config", str(path), "--gpu", "h100-80gb", "--world", "8")
+    assert code == 0
+    assert f"taking {name} from its path as the base" in notes
+    report = json.loads(text.splitlines()[-1])
+    assert report["fits"] and report["tokens_per_row"] == 204_800
+    assert report["host_bytes_per_rank"] == 36 * 204_800 * 2560 * 2
+
+
 def test_command_reads_the_student_and_its_epoch_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config_file: Path
 ) -> None:
