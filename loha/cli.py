@@ -24,6 +24,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("export",): ("loha.export:main", "merge a student into one serving checkpoint"),
     ("serve",): ("serving.launch:main", "start the OpenAI-compatible server with latent observations"),
     ("sweep",): ("serving.sweep:main", "run a grid of K over trajectories through an endpoint"),
+    ("bench",): ("serving.bench:main", "replay recorded trajectories as agents would and compare arms"),
+    ("plan",): ("acd.plan_command:main", "memory, FLOPs and hours of a training run before it starts"),
 }
 
 
