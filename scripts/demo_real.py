@@ -83,7 +83,7 @@ def report(story: Story, before: dict, after: dict) -> None:
         table.add_row(name, *(f"{result['k'][k]['kl']:.3f}" for k in ("0", "inf")))
     story.console.print(table)
     steps = [json.loads(line) for line in (RUN / "acd/metrics.jsonl").open()]
-    first, last = (epoch_mean(part) for part in (steps[: len(steps) // 3], steps[-(len(steps) // 3) :]))
+    first, last = (epoch_mean(part) for part in (steps[: len(steps) // 2], steps[-(len(steps) // 2) :]))
     story.console.print(f"training distill KL, first epoch {first:.3f}, last epoch {last:.3f} nats per token")
     if not last < first or not after["k"]["0"]["kl"] < before["k"]["0"]["kl"]:
         raise LohaError("the distillation KL did not fall")
