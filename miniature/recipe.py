@@ -36,19 +36,19 @@ class Plan:
 
 FULL = Plan(
     recall=(
-        (8, 96, 0.0, Phase(steps=600, batch=16, lr=3e-3, target=0.92)),
-        (8, 96, 0.75, Phase(steps=800, batch=16, lr=4e-3, target=0.96)),
-        (32, 192, 0.4, Phase(steps=400, batch=10, lr=3e-3, target=0.97)),
+        (8, 96, 0.0, Phase(steps=600, batch=16, lr=3e-3, target=0.92, rounds=3)),
+        (8, 96, 0.75, Phase(steps=300, batch=16, lr=5e-3, target=0.96, rounds=6)),
+        (32, 192, 0.4, Phase(steps=300, batch=10, lr=3e-3, target=0.97)),
     ),
     agent=(
-        Phase(steps=400, batch=8, pages=(3, 6), lr=2e-3, target=0.995),
+        Phase(steps=300, batch=8, pages=(3, 6), lr=2e-3, target=0.995, rounds=2),
         Phase(steps=300, batch=5, pages=(3, 16), lr=1.5e-3),
     ),
-    reconstruction=Phase(steps=500, batch=48, lr=4e-3, target=0.999),
+    reconstruction=Phase(steps=320, batch=48, lr=4e-3, target=0.999, rounds=3),
     reading=(
-        Phase(steps=1000, batch=32, pages=(1, 2), lr=3e-3, target=0.92),
-        Phase(steps=600, batch=24, pages=(1, 4), lr=3e-3, target=0.95),
-        Phase(steps=300, batch=8, pages=(2, 16), lr=2e-3, target=0.98),
+        Phase(steps=300, batch=32, pages=(1, 2), lr=3e-3, target=0.9, rounds=4),
+        Phase(steps=300, batch=24, pages=(1, 4), lr=3e-3, target=0.95, rounds=3),
+        Phase(steps=200, batch=8, pages=(2, 16), lr=2e-3, target=0.98, rounds=2),
     ),
     lclm=(Phase(steps=350, batch=5, pages=(3, 16), lr=1.5e-3),),
 )
@@ -82,7 +82,7 @@ def train_base_phases(decoder: Any, tokenizer: Any, plan: Plan, rng: random.Rand
     """Train a new base: recall first, then short trajectories, then long ones."""
     views = Views(tokenizer)
     for facts, length, plans, phase in plan.recall:
-        log = bar(f"recall {facts} facts, {plans:.0%} plans")
+        log = bar(f"recall {facts} facts")
         train_recall(decoder, tokenizer, phase, rng, log, facts=facts, length=length, plans=plans)
     for phase in plan.agent:
         train_agent(decoder, views, phase, rng, bar(f"agent {phase.pages[0]}-{phase.pages[1]} pages"))

@@ -30,6 +30,8 @@ class Phase:
         steps: most optimizer steps.
         target: end when the token accuracy, averaged over 20 steps, reaches this; look-ups appear suddenly, and when
             depends on the seed.
+        rounds: a phase that has not reached its target starts again from where it is, with a fresh optimizer and the
+            peak learning rate, so many times in all. Look-ups formed early in a round more often than late in one.
         batch: trajectories (or warm-up sequences) per step.
         pages: fewest and most observations per trajectory.
         lr: peak learning rate; linear warm-up over 30 steps, cosine to a tenth.
@@ -40,6 +42,7 @@ class Phase:
     pages: tuple[int, int] = (12, 16)
     lr: float = 2e-3
     target: float = 2.0
+    rounds: int = 1
 
 
 def run_phase(
@@ -50,7 +53,20 @@ def run_phase(
     *,
     slow: frozenset[nn.Parameter] = frozenset(),
 ) -> None:
-    """Run AdamW for a phase.
+    """Run a phase until its target is reached, or all its rounds are done; arguments as in `_run_round`."""
+    for _ in range(phase.rounds):
+        if _run_round(modules, phase, loss_of, log, slow):
+            break
+
+
+def _run_round(
+    modules: list[nn.Module],
+    phase: Phase,
+    loss_of: Callable[[], tuple[torch.Tensor, dict[str, float]]],
+    log: Log,
+    slow: frozenset[nn.Parameter],
+) -> bool:
+    """Run AdamW for one round of a phase and return whether the target was reached.
 
     Args:
         modules: what trains.
@@ -79,7 +95,8 @@ def run_phase(
         done = len(recent) == recent.maxlen and sum(recent) / len(recent) >= phase.target
         log(step + 1, step + 1 if done else phase.steps, {"loss": float(loss.detach()), **metrics})
         if done:
-            break
+            return True
+    return False
 
 
 def train_recall(
@@ -98,7 +115,7 @@ def train_recall(
     A fact is `key value value` or `step number:key`; the loss is on what follows a key or a number seen before.
     Trained on trajectories alone, recall does not appear in any reasonable time. A second loss, through a linear
     probe that is thrown away, asks the first layer's output for the ids one and two positions back; with it the
-    look-up (find the earlier occurrence, say what followed) forms within some 200 steps, without it not in 400.
+    look-up (find the earlier occurrence, say what followed) forms within some 200 to 500 steps, without it not in 400.
 
     Args:
         decoder: the base under training.
@@ -160,14 +177,15 @@ def _facts(
     rng: random.Random, words: _Vocabulary, facts: int, length: int, plans: float
 ) -> tuple[list[int], list[bool]]:
     """Return `length` ids of lines drawn with replacement from a few facts, and which ids follow from earlier lines."""
+    count = rng.randint(2, facts)
+    follows = [False, True, True, False]
     if rng.random() < plans:
-        numbers = rng.sample(words.numbers, min(rng.randint(2, facts), len(words.numbers)))
+        numbers = rng.sample(words.numbers, min(count, len(words.numbers)))
         table = {n: [words.step, n, rng.choice(words.keys), words.newline] for n in numbers}
         follows = [False, False, True, False]
     else:
-        keys = rng.sample(words.keys, rng.randint(2, facts))
+        keys = rng.sample(words.keys, count)
         table = {key: [key, rng.choice(words.values), rng.choice(words.values), words.newline] for key in keys}
-        follows = [False, True, True, False]
     seen: set[int] = set()
     ids: list[int] = []
     known: list[bool] = []

@@ -109,7 +109,8 @@ def _bar(name: str) -> Log:
 
     def log(step: int, steps: int, metrics: dict[str, float]) -> None:
         nonlocal bar
-        bar = bar or tqdm(total=steps, desc=name, unit="step", file=sys.stderr, mininterval=1.0)
+        if bar is None or step == 1:
+            bar = tqdm(total=steps, desc=name, unit="step", file=sys.stderr, mininterval=1.0)
         bar.total = steps  # shrinks when a phase reaches its target early
         bar.update()
         if step % 10 == 0 or step == steps:
