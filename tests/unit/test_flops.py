@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,6 +84,7 @@ def test_matrix_operations_equal_what_torch_counts(family: str) -> None:
     assert counts["aten.bmm"] * (tokens + 1) == 2 * tokens * attention_flops(shape, 0, tokens)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, 1, 7, 100]))
 def test_attention_pairs_equal_a_loop(start: int, extra: int, window: int | None) -> None:
     shape = ModelShape(
@@ -94,6 +95,7 @@ def test_attention_pairs_equal_a_loop(start: int, extra: int, window: int | None
     assert attention_flops(shape, start, start + extra) == 16 * seen
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 50))
 def test_a_cached_prefix_is_what_an_earlier_call_computed(context: int, more: int, output: int) -> None:
     """Two calls, the second on the first one's cache, cost one call plus what was sampled twice."""
