@@ -15,7 +15,7 @@ PACKED_FP32 = 1e-5  # observed 3e-6
 SVD_EXCESS = 1e-5  # observed 1e-9 in the steep spectrum (float32 factors), 1e-13 elsewhere
 
 # loha plan: planned bytes against bytes alive at the peak of a real training step on the CPU, relative.
-PLANNED_PEAK = 0.03  # observed 0.004 to 0.010; 0.025 with MLP chunks: the float32 chunks of a norm, large only at these sizes
+PLANNED_PEAK = 0.03  # observed 0.004 to 0.010; 0.025 with MLP chunks, from the norms' float32 chunks
 PLANNED_PEAK_LATENTS = 0.05  # observed 0.032: the token embeddings stay alive beside the row's input vectors
 PLANNED_PEAK_WITHOUT_CHECKPOINTS = 0.06  # observed 0.045, the plan above
 # loha: our patch through peft against our own layers, fp32, logits of scale about 10.
