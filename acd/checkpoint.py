@@ -60,6 +60,10 @@ class CheckpointFolder:
         """Return the newest whole checkpoint."""
         return max(self._all(), default=(0, None))[1]
 
+    def holds(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is there."""
+        return self._path(step).is_dir()
+
     def save(
         self,
         cursor: Cursor,
@@ -75,7 +79,7 @@ class CheckpointFolder:
             optimizer: AdamW over the same parameters.
             random_states: one per rank.
         """
-        path = self.folder / f"step-{cursor.step:08d}"
+        path = self._path(cursor.step)
         state = {
             "format": FORMAT,
             "step": cursor.step,
@@ -96,6 +100,9 @@ class CheckpointFolder:
         """Remove what a killed run left half-written."""
         for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob(".step-*.old")]:
             shutil.rmtree(path)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _all(self) -> list[tuple[int, Path]]:
         found = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in self.folder.glob("step-*"))

@@ -98,7 +98,8 @@ def _train(config: Config, preemption: Preemption) -> None:
         log.start_clock()
 
     # 5. What it leaves
-    _save(accelerator, folder, parts, optimizer, cursor)
+    if not folder.checkpoints.holds(cursor.step):
+        _save(accelerator, folder, parts, optimizer, cursor)
     log.close()
     if accelerator.is_main_process and cursor.step >= parts.total_steps:
         parts.student.save(folder.student)
