@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from miniature.tokenizer import build_tokenizer
+from miniature.tokenizer import MEMORY
 
 WIDTH = 128
 ENCODER_WIDTH = 96
@@ -112,18 +112,21 @@ def new_encoder(tokenizer: Any) -> Any:
     return Qwen3Model(encoder_config(len(tokenizer), pad=tokenizer.pad_token_id))
 
 
-def save_lclm(lclm: TinyLclm, folder: Path) -> None:
-    """Write an LCLM in the released layout.
+def save_lclm(lclm: TinyLclm, tokenizer: Any, folder: Path) -> None:
+    """Write an LCLM in the released layout, with the tokenizer of its base.
 
     The decoder's embedding is cut to its tokenizer's length, as in the released checkpoints.
     """
     from safetensors.torch import save_file
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
 
-    build_tokenizer(folder / "decoder", memory_tokens=True)
-    build_tokenizer(folder / "encoder")
+    tokenizer.save_pretrained(folder / "encoder")
+    longer = AutoTokenizer.from_pretrained(folder / "encoder")  # a copy that shares nothing
+    longer.add_tokens([AddedToken(text, special=True, normalized=False) for text in MEMORY], special_tokens=True)
+    longer.save_pretrained(folder / "decoder")
     decoder = copy.deepcopy(lclm.decoder)
-    tokenizer_rows = _tokenizer_rows(folder / "decoder")
-    decoder.resize_token_embeddings(tokenizer_rows)
+    decoder.resize_token_embeddings(len(longer))
     decoder.save_pretrained(folder / "decoder")
     lclm.encoder.save_pretrained(folder / "encoder")
     (folder / "adapter").mkdir()

@@ -93,7 +93,7 @@ def _build_lclm(
     lclm = TinyLclm(decoder, new_encoder(tokenizer), ratio, first_marker=len(tokenizer))
     recipe.train_lclm_phases(lclm, views, plan, random.Random(f"lclm-{options.seed}-{ratio}"), _bar)
     with atomic_path(options.out / f"lclm-{ratio}x") as temporary:
-        save_lclm(lclm, temporary)
+        save_lclm(lclm, tokenizer, temporary)
     name = f"lclm {ratio}x"
     return {
         name: _report(name, lambda k: evaluate.score(lclm, views, groups, k=k), evaluate.K_GRID),

@@ -13,7 +13,7 @@ from loha.encoder import LatentEncoder
 from loha.lclm import load_lclm as load_released
 from miniature import evaluate, recipe, world
 from miniature.models import TinyLclm, load_lclm, new_base, new_encoder, save_lclm
-from miniature.tokenizer import build_tokenizer
+from miniature.tokenizer import MEMORY, build_tokenizer
 from miniature.training import view_embeds
 from miniature.views import Views
 from tests.tolerances import MINIATURE_LATENTS
@@ -33,7 +33,7 @@ def _lclm(tokenizer: Any, ratio: int = 4) -> TinyLclm:
 
 def test_a_saved_lclm_is_read_by_loha_with_the_latents_and_markers_of_training(tokenizer: Any, tmp_path: Path) -> None:
     lclm = _lclm(tokenizer)
-    save_lclm(lclm, tmp_path / "lclm")
+    save_lclm(lclm, tokenizer, tmp_path / "lclm")
     released = load_released(tmp_path / "lclm")
     body = tokenizer.encode(world.draw_pages(random.Random(1), 1)[0], add_special_tokens=False)
     ours = lclm.latents(torch.tensor([body]))[0]
@@ -44,9 +44,21 @@ def test_a_saved_lclm_is_read_by_loha_with_the_latents_and_markers_of_training(t
     assert torch.equal(lclm.markers().detach(), released.markers)
 
 
+def test_a_saved_lclm_keeps_its_bases_tokenizer_and_adds_three_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "base")
+    tokenizer = recipe.load_tokenizer(tmp_path / "base")
+    tokenizer.add_tokens(["an unusual token"])  # not what build_tokenizer makes
+    save_lclm(_lclm(tokenizer), tokenizer, tmp_path / "lclm")
+    encoder, decoder = (recipe.load_tokenizer(tmp_path / "lclm" / name) for name in ("encoder", "decoder"))
+    assert encoder.get_vocab() == tokenizer.get_vocab()
+    added = {text: len(tokenizer) + index for index, text in enumerate(MEMORY)}
+    assert decoder.get_vocab() == tokenizer.get_vocab() | added
+    assert decoder.decode(list(added.values()), skip_special_tokens=True) == ""
+
+
 def test_a_saved_lclm_comes_back(tokenizer: Any, tmp_path: Path) -> None:
     lclm = _lclm(tokenizer)
-    save_lclm(lclm, tmp_path / "lclm")
+    save_lclm(lclm, tokenizer, tmp_path / "lclm")
     again = load_lclm(tmp_path / "lclm")
     views = Views(tokenizer)
     batch = views.batch([world.make_episode(random.Random(2), pages=3)], k=1)
