@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +41,7 @@ NOT_LIVE = 3
 """Exit status when the server runs without the plugin."""
 
 _POLL_S = 0.25
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,9 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="loha-metrics-") as metrics_dir:
         command = server_command(options, on_cpu=on_cpu)
         environment = server_environment(options, defaults, metrics_dir)
-        server = subprocess.Popen(command, env=environment, start_new_session=True)
+        server = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=_ends_with_this_process()
+        )
         with _forwarded_signals(server):
             try:
                 return _supervise(server, options, defaults)
@@ -282,6 +286,14 @@ def _forwarded_signals(server: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _ends_with_this_process() -> Callable[[], object] | None:
+    """Return what a child must call so that it gets SIGTERM when the launcher is killed; Linux only."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: the child should do nothing but call it
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
