@@ -87,7 +87,7 @@ def fused_kl(
     tail_N: Tensor,
     *,
     direction: Direction = "forward",
-    chunk: int = 256,
+    chunk: int = 512,
 ) -> SumCount:
     """Return the summed divergence between stored teacher buckets and the student, and its hidden gradient.
 
@@ -110,7 +110,7 @@ def fused_kl(
 
 
 def kl_to(
-    targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, direction: Direction = "forward", chunk: int = 256
+    targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, direction: Direction = "forward", chunk: int = 512
 ) -> SumCount:
     """`fused_kl` against a `Targets`."""
     return fused_kl(
@@ -119,7 +119,7 @@ def kl_to(
 
 
 @torch.no_grad()
-def score(targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, chunk: int = 256) -> tuple[Tensor, Tensor]:
+def score(targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, chunk: int = 512) -> tuple[Tensor, Tensor]:
     """Return per position the forward KL(teacher||student) in nats and the student's likeliest id, for evaluation."""
     check_targets(hidden_ND, lm_head_VD, targets.ids_NC)
     head = Head(lm_head_VD)
@@ -131,7 +131,7 @@ def score(targets: Targets, hidden_ND: Tensor, lm_head_VD: Tensor, *, chunk: int
         kl.append(_divergence(logp_nB, buckets.logq_nB, "forward")[0])
         top_n, index_n = buckets.logits_nC.max(dim=1)
         candidate_n = part.ids_NC.gather(1, index_n[:, None])[:, 0]
-        best.append(torch.where(top_n >= buckets.tail_max_n, candidate_n, buckets.tail_argmax_n))
+        best.append(torch.where(top_n >= buckets.tail_max_n, candidate_n, buckets.tail_exp_nV.argmax(dim=1)))
     return torch.cat(kl), torch.cat(best)
 
 
@@ -203,11 +203,16 @@ class Head:
         # The CPU has no product with a wider output dtype (torch 2.13): there the head is widened once per call.
         self.weight_VD = lm_head_VD if self.mixed else lm_head_VD.to(self.compute_dtype)
 
+        self._buffer_nV: Tensor | None = None
+
     def logits(self, hidden_nD: Tensor) -> Tensor:
-        """Return [n, V] logits in the compute dtype."""
+        """Return [n, V] logits in the compute dtype, which the next call overwrites."""
         if self.mixed:
             return torch.mm(hidden_nD.to(self.weight_VD.dtype), self.weight_VD.T, out_dtype=self.compute_dtype)
-        return hidden_nD.to(self.compute_dtype) @ self.weight_VD.T
+        # One buffer for all chunks: fresh pages would cost the CPU as much as all elementwise work.
+        if self._buffer_nV is None or len(self._buffer_nV) < len(hidden_nD):
+            self._buffer_nV = self.weight_VD.new_empty(len(hidden_nD), len(self.weight_VD))
+        return torch.mm(hidden_nD.to(self.compute_dtype), self.weight_VD.T, out=self._buffer_nV[: len(hidden_nD)])
 
     def hidden_grad(self, grad_nV: Tensor) -> Tensor:
         """Return [n, D], accumulated in the compute dtype over the whole vocabulary."""
@@ -228,7 +233,6 @@ class Buckets(NamedTuple):
 
     tail_sum_n: Tensor
     tail_max_n: Tensor
-    tail_argmax_n: Tensor
 
 
 def student_buckets(logits_nV: Tensor, ids_nC: Tensor) -> Buckets:
@@ -239,11 +243,11 @@ def student_buckets(logits_nV: Tensor, ids_nC: Tensor) -> Buckets:
     """
     logits_nC = logits_nV.gather(1, ids_nC)
     tail_nV = logits_nV.scatter_(1, ids_nC, float("-inf"))
-    tail_max_n, tail_argmax_n = tail_nV.max(dim=1)
+    tail_max_n = tail_nV.amax(dim=1)
     tail_exp_nV = tail_nV.sub_(tail_max_n[:, None]).exp_()
     tail_sum_n = tail_exp_nV.sum(dim=1)
     bucket_nB = torch.cat([logits_nC, (tail_max_n + tail_sum_n.log())[:, None]], dim=1)
-    return Buckets(bucket_nB.log_softmax(dim=1), logits_nC, tail_exp_nV, tail_sum_n, tail_max_n, tail_argmax_n)
+    return Buckets(bucket_nB.log_softmax(dim=1), logits_nC, tail_exp_nV, tail_sum_n, tail_max_n)
 
 
 def _divergence(logp_nB: Tensor, logq_nB: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
