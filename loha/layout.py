@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from loha.errors import LohaError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+"""Of everything that decides token ids. 2: tool definitions in vLLM's form."""
+
 MIN_OBSERVATION_CHARS = 128
 """A shorter body always stays text (the paper's threshold)."""
 

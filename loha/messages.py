@@ -55,6 +55,17 @@ def clean_text(text: str) -> str:
     return text
 
 
+def clean_value(value: Any) -> Any:
+    """Return a JSON-like value with lone surrogates replaced in every string, keys included."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): clean_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_value(item) for item in value]
+    return value
+
+
 def content_text(content: Any, where: str) -> str:
     """Return the text of a message content.
 
@@ -79,13 +90,13 @@ def content_text(content: Any, where: str) -> str:
 def call_arguments(arguments: Any) -> dict[str, Any]:
     """Return the arguments of a recorded call as a dict; malformed JSON becomes {} (as in vLLM)."""
     if isinstance(arguments, Mapping):
-        return _clean(dict(arguments))
+        return clean_value(dict(arguments))
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed = json.loads(arguments)
         except (json.JSONDecodeError, RecursionError):
             return {}
-        return _clean(parsed) if isinstance(parsed, dict) else {}
+        return clean_value(parsed) if isinstance(parsed, dict) else {}
     return {}
 
 
@@ -128,13 +139,3 @@ def _part_text(part: Any, where: str) -> str:
         return clean_text(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise LohaError(f"{where}: content part of type {kind!r} is not supported, only text parts are")
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean_text(value)
-    if isinstance(value, Mapping):
-        return {clean_text(str(key)): _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return value

@@ -27,6 +27,7 @@ from loha.messages import normalize_messages
 from loha.observations import ObservationRule, tool_names
 from loha.plain_text import PlainEncoder, plain_encoder, tokenizer_hash
 from loha.standins import StandIns
+from loha.tools import normalize_tools
 
 __all__ = ["LatentObservation", "LatentSettings", "Renderer", "Rendering", "Segment", "View", "plain_encoder"]
 
@@ -229,7 +230,7 @@ class Renderer:
 
         Args:
             messages: chat messages in any form that `normalize_messages` takes.
-            tools: the request's tools, as the template expects them.
+            tools: tool definitions in any form that `normalize_tools` takes.
             window: which observations stay text.
             view: what becomes of the others: latents, SWE-agent's placeholder text, or nothing (full text).
             add_generation_prompt: end with the header of the next assistant turn.
@@ -237,7 +238,8 @@ class Renderer:
             template_kwargs: further variables for the chat template.
 
         Raises:
-            LohaError: for messages that are no chat history, or a template that does not render them one by one.
+            LohaError: for messages that are no chat history, tools that are no definitions, or a template that does not
+                render the messages one by one.
         """
         if view not in VIEWS:
             raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {view!r}")
@@ -245,7 +247,7 @@ class Renderer:
         found = self.rule.find(history)
         old = [] if view == "full" else self._old(history, found, window, keep_tools)
         options = {
-            "tools": self._standins.swap_all(list(tools)) if tools else None,
+            "tools": self._standins.swap_all(normalize_tools(tools)),
             "add_generation_prompt": add_generation_prompt,
             **(template_kwargs or {}),
         }

@@ -17,6 +17,7 @@ from typing import Any
 
 from loha.atomic import atomic_path
 from loha.errors import LohaError
+from loha.tools import normalize_tools
 
 _MESSAGE_KEYS = {
     "system": {"role", "content"},
@@ -220,10 +221,7 @@ def check_tools(tools: Any) -> None:
         return
     if not isinstance(tools, list) or not tools:
         raise LohaError("tools must be null or a non-empty list of tool definitions")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise LohaError(f'tool {index}: expected {{"type": "function", "function": {{"name": ...}}}}')
+    normalize_tools(tools)
 
 
 def check_tool_seconds(seconds: Any, turns: int) -> None:
