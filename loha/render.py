@@ -235,7 +235,7 @@ class Renderer:
             view: what becomes of the others: latents, SWE-agent's placeholder text, or nothing (full text).
             add_generation_prompt: end with the header of the next assistant turn.
             keep_tools: names of tools whose observations always stay text.
-            template_kwargs: further variables for the chat template.
+            template_kwargs: further variables for the chat template; text in them is data, as in messages.
 
         Raises:
             LohaError: for messages that are no chat history, tools that are no definitions, or a template that does not
@@ -249,7 +249,8 @@ class Renderer:
         options = {
             "tools": self._standins.swap_all(normalize_tools(tools)),
             "add_generation_prompt": add_generation_prompt,
-            **(template_kwargs or {}),
+            # Requests may set any variable, and a template may print it.
+            **{name: self._standins.swap_all(value) for name, value in (template_kwargs or {}).items()},
         }
         body = {message: self._mark(history[message]["content"]) for message in found}
         left = [found[i] for i in old]
