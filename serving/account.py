@@ -68,11 +68,22 @@ class Report:
 class RequestAccount:
     """Passed from the middleware, which sees the body, to the renderer, which sees the messages, and back."""
 
+    model_options: dict[str, Any] | None = None
+    """What the suffix of the model's name asks for."""
+
     body_options: Any = None
     """The top-level `loha` value of the request body, unchecked."""
 
     report: Report | None = None
     """Set by the renderer."""
+
+    def layers(self, template_options: Any) -> tuple[Any, Any, Any]:
+        """Return what the request asks for, weakest first.
+
+        Args:
+            template_options: `loha` among its chat template's arguments.
+        """
+        return self.model_options, template_options, self.body_options
 
 
 CURRENT: ContextVar[RequestAccount | None] = ContextVar("loha_request_account", default=None)

@@ -176,7 +176,7 @@ async def _measure(
     stated = [model.max_model_len for model in served.values() if model.max_model_len is not None]
     limit = options.max_model_len or min(stated, default=None)
     versions = {url: await endpoint.version() for url, endpoint in endpoints.items()}
-    _resume(options, models, limit, versions)
+    _resume(options, models, limit, versions, served[options.base_url].checkpoint)
     planned = read_plan(options.out / PLAN, trajectories)
     if planned is None:
         planned = await plan_runs(
@@ -211,7 +211,13 @@ def _instances(options: Options, planned: Sequence[PlannedRun]) -> list[PlannedR
     return [PlannedRun(trajectory=run.trajectory, replies=run.replies[: options.calls]) for run in runs]
 
 
-def _resume(options: Options, models: dict[str, str], limit: int | None, versions: dict[str, str | None]) -> None:
+def _resume(
+    options: Options,
+    models: dict[str, str],
+    limit: int | None,
+    versions: dict[str, str | None],
+    checkpoint: str | None,
+) -> None:
     """Note what this benchmark measures, or check that the folder holds the same.
 
     Raises:
@@ -219,6 +225,7 @@ def _resume(options: Options, models: dict[str, str], limit: int | None, version
     """
     settings = {
         "model": models[options.base_url],
+        "checkpoint": checkpoint,
         "trajectories_sha256": hashlib.sha256(options.trajectories.read_bytes()).hexdigest(),
         "limit": options.limit,
         "calls": options.calls,

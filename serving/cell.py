@@ -12,6 +12,7 @@ import httpx
 from loha.errors import LohaError
 from loha.trajectory import Trajectory
 from serving.arm import Arm
+from serving.endpoint import error_text
 
 _RETRIES = 2
 
@@ -117,9 +118,9 @@ async def ask(client: httpx.AsyncClient, question: Question, arm: Arm, *, model:
     response = await _post(client, question.body(arm, model, max_tokens), where)
     cell: dict[str, Any] = {"trajectory": question.trajectory.id, "turn": question.turn, "arm": arm.name}
     if response.status_code >= 500:
-        raise LohaError(f"{where}: the server failed with HTTP {response.status_code}: {_error(response)}")
+        raise LohaError(f"{where}: the server failed with HTTP {response.status_code}: {error_text(response)}")
     if response.status_code != 200:
-        return Cell(**cell, error=f"HTTP {response.status_code}: {_error(response)}")
+        return Cell(**cell, error=f"HTTP {response.status_code}: {error_text(response)}")
     answer = response.json()
     reply = answer["choices"][0]["message"]
     content, calls = turn_text(reply), turn_calls(reply)
@@ -183,10 +184,3 @@ async def _post(client: httpx.AsyncClient, body: dict[str, Any], where: str) -> 
                     f"{where}: no answer from {client.base_url} ({name}: {error}); is the server up?"
                 ) from error
     raise AssertionError("unreachable")
-
-
-def _error(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:300]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from loha.errors import LohaError
-from loha.fingerprint import require_match
+from loha.fingerprint import require_match, weights_hash
 from loha.hf_config import MODEL_TYPE, LohaConfig
 from loha.render import LatentSettings, Renderer
 from loha.serving_checkpoint import ENCODER_TOKENIZER, ServingCheckpoint
@@ -68,6 +68,12 @@ def checkpoint_renderer(folder: str | Path, config: LohaConfig, *, chat_template
         expected.pop("chat_template", None)
     require_match(renderer.fingerprint, expected, found_in=f"the files in {folder}", expected_by="this checkpoint")
     return renderer
+
+
+def checkpoint_hash(folder: Path, config: LohaConfig) -> str:
+    """Return a name for everything that a checkpoint's replies depend on: weights, tokenizers, template, settings."""
+    parts = [weights_hash(folder), sorted(config.fingerprint.items()), config.compression_ratio, config.encoder_window]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def latent_identity(folder: str | Path, config: LohaConfig, dtype: Any) -> str:

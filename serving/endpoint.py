@@ -33,6 +33,8 @@ class ServedModel:
     name: str
     max_model_len: int | None
     """Longest context with the reply, in positions; None where the server does not say."""
+    checkpoint: str | None = None
+    """Hash of the served weights; None on servers that `loha serve` did not start."""
 
 
 class Endpoint:
@@ -64,14 +66,7 @@ class Endpoint:
         Raises:
             LohaError: when the server gives none.
         """
-        url = f"{self.base_url}/models"
-        try:
-            response = await self.client.get(url)
-            response.raise_for_status()
-            card = response.json()["data"][0]
-            return ServedModel(name=str(card["id"]), max_model_len=card.get("max_model_len"))
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise LohaError(f"{url} gives no model ({type(error).__name__}: {error}); is the server up?") from error
+        return await served_model(self.client, f"{self.base_url}/models")
 
     async def version(self) -> str | None:
         """Return the server's version where it says."""
@@ -115,6 +110,26 @@ class Endpoint:
         for name, value in _SAMPLE.findall(response.text):
             totals[name] = totals.get(name, 0.0) + float(value)
         return {short: totals[name] for short, name in COUNTERS.items() if name in totals}
+
+
+async def served_model(client: httpx.AsyncClient, url: str) -> ServedModel:
+    """Return the first model of an OpenAI-compatible server.
+
+    Args:
+        client: with credentials.
+        url: of the list of models.
+
+    Raises:
+        LohaError: when the server gives none.
+    """
+    try:
+        response = await client.get(url)
+        response.raise_for_status()
+        card = response.json()["data"][0]
+        checkpoint = (card.get("loha") or {}).get("checkpoint")
+        return ServedModel(name=str(card["id"]), max_model_len=card.get("max_model_len"), checkpoint=checkpoint)
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise LohaError(f"{url} gives no model ({type(error).__name__}: {error}); is the server up?") from error
 
 
 def error_text(response: httpx.Response) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import httpx
@@ -26,9 +21,11 @@ from loha.console import err, out
 from loha.errors import LohaError
 from loha.layout import format_k
 from serving.encoder_cache import CONFIG_KEY, DEFAULT_BATCH_TOKENS, DEFAULT_CACHE_LATENTS
-from serving.liveness import PluginNotLive, check_plugin_live
+from serving.liveness import PluginNotLive, SelfTestFailed, check_plugin_live
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
 from serving.plugin import MODE
+from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
+from serving.supervise import exit_status, forwarded_signals, start_server, stop, wait_ready
 
 MAX_ITEMS_PER_PROMPT = 100_000
 """vLLM's own limit of 999 items would refuse a history of many small observations."""
@@ -40,8 +37,8 @@ CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NOT_LIVE = 3
 """Exit status when the server runs without the plugin."""
 
-_POLL_S = 0.25
-_PR_SET_PDEATHSIG = 1
+SELF_TEST_FAILED = 4
+"""Exit status when the server computes something else than plain transformers on its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +96,17 @@ class Options:
     startup_timeout_s: float = 900.0
     """Give up when the server is not ready by then."""
 
+    self_test: bool = True
+    """Before saying ready, compare one latent request with plain transformers on this checkpoint."""
+
+    drain_timeout_s: int = 60
+    """After SIGTERM, let running requests finish for so long; new ones are refused with 503."""
+
 
 def main(options: Options) -> int:
     """Start the OpenAI-compatible server with latent observations."""
-    from serving.checkpoint import check_checkpoint  # imports torch and transformers, which --help should not wait for
+    # imports torch and transformers, which --help should not wait for
+    from serving.checkpoint import check_checkpoint, checkpoint_hash
 
     defaults = _defaults(options)
     on_cpu = is_cpu_build()
@@ -110,17 +114,16 @@ def main(options: Options) -> int:
     if on_cpu:
         _check_head_width(config.text_config)
     _check_port(options.host, options.port)
-    with tempfile.TemporaryDirectory(prefix="loha-metrics-") as metrics_dir:
+    checkpoint = checkpoint_hash(options.checkpoint, config)
+    with tempfile.TemporaryDirectory(prefix="loha-serve-") as state:
         command = server_command(options, on_cpu=on_cpu)
-        environment = server_environment(options, defaults, metrics_dir)
-        server = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=_ends_with_this_process()
-        )
-        with _forwarded_signals(server):
+        environment = server_environment(options, defaults, state, checkpoint)
+        server = start_server(command, environment)
+        with forwarded_signals(server, before=lambda: set_mark(state, "draining")):
             try:
-                return _supervise(server, options, defaults)
+                return _supervise(server, options, defaults, state)
             finally:
-                _stop(server)
+                stop(server)
 
 
 def server_command(options: Options, *, on_cpu: bool) -> list[str]:
@@ -143,6 +146,7 @@ def server_command(options: Options, *, on_cpu: bool) -> list[str]:
         "--dtype", options.dtype,
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
+        "--shutdown-timeout", str(options.drain_timeout_s),
         "--middleware", "serving.middleware.LohaMiddleware",
         "--limit-mm-per-prompt", json.dumps({"observation": MAX_ITEMS_PER_PROMPT}),
         "--mm-processor-cache-gb", "0",
@@ -160,17 +164,20 @@ def server_command(options: Options, *, on_cpu: bool) -> list[str]:
     return command + list(options.vllm_args)
 
 
-def server_environment(options: Options, defaults: RequestOptions, metrics_dir: str) -> dict[str, str]:
+def server_environment(options: Options, defaults: RequestOptions, state: str, checkpoint: str) -> dict[str, str]:
     """Return the environment of vLLM's server.
 
     Args:
         options: of the launcher.
         defaults: what requests get that ask for nothing.
-        metrics_dir: an empty folder in which the processes share their counters.
+        state: an empty folder in which the processes share their counters and marks.
+        checkpoint: hash of the weights.
     """
     environment = dict(os.environ)
     environment[DEFAULTS_VARIABLE] = json.dumps(defaults.to_json())
-    environment["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
+    environment[FOLDER_VARIABLE] = state
+    environment[CHECKPOINT_VARIABLE] = checkpoint
+    environment["PROMETHEUS_MULTIPROC_DIR"] = state
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_kv_cache_gib))
     # vLLM's 30 s guard against endless templates; tokenizing a body of several MB on a busy CPU takes longer.
     environment.setdefault("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "300")
@@ -234,84 +241,41 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _supervise(server: subprocess.Popen[bytes], options: Options, defaults: RequestOptions) -> int:
+def _supervise(server: subprocess.Popen[bytes], options: Options, defaults: RequestOptions, state: str) -> int:
     """Wait until the server is ready, check it, then wait for its end."""
     scheme = "https" if "--ssl-certfile" in " ".join(options.vllm_args) else "http"
     base_url = f"{scheme}://{_local_host(options.host)}:{options.port}"
     with httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0) as client:
-        status = _wait_ready(server, client, options.startup_timeout_s)
+        status = wait_ready(server, client, options.startup_timeout_s)
         if status is not None:
             err(f"error: the server stopped with status {status} before it was ready; its messages stand above")
             return status or 1
         try:
-            check_plugin_live(client, model_name(options))
-        except (PluginNotLive, httpx.TransportError) as error:
+            _check(client, options)
+        except PluginNotLive as error:
             err(f"error: the server runs, but not with latent observations: {error}")
             return NOT_LIVE
+        except SelfTestFailed as error:
+            err(f"error: self-test failed: {error}")
+            return SELF_TEST_FAILED
+        except httpx.TransportError as error:
+            err(f"error: the server stopped answering while it was checked: {error}")
+            return NOT_LIVE
+    set_mark(state, "ready")
     window = defaults.window
     out(
         f"ready: {base_url}/v1 serves {model_name(options)} with K={format_k(window.k)} "
         f"P={window.polling} view={defaults.view}"
     )
-    return _exit_status(server.wait())
+    return exit_status(server.wait())
 
 
-def _wait_ready(server: subprocess.Popen[bytes], client: httpx.Client, timeout_s: float) -> int | None:
-    """Return None once the server is healthy, or the status with which it ended."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        status = server.poll()
-        if status is not None:
-            return _exit_status(status)
-        with suppress(httpx.TransportError):
-            if client.get("/health").status_code == 200:
-                return None
-        time.sleep(_POLL_S)
-    raise LohaError(
-        f"the server was not ready after {timeout_s:g} s; raise --startup-timeout-s or read its messages above"
-    )
+def _check(client: httpx.Client, options: Options) -> None:
+    check_plugin_live(client, model_name(options))
+    if options.self_test:
+        from serving.self_test import self_test  # imports torch
 
-
-@contextmanager
-def _forwarded_signals(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the server, which drains and ends."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if server.poll() is None:
-            server.send_signal(number)
-
-    old = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _ends_with_this_process() -> Callable[[], object] | None:
-    """Return what a child must call so that it gets SIGTERM when the launcher is killed; Linux only."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: the child should do nothing but call it
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and everything that it started."""
-    if server.poll() is None:
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=30)
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # engine processes that outlived it
-    server.wait()
-
-
-def _exit_status(returncode: int) -> int:
-    """Return 0 for an end that a signal asked for, else the status (128 + signal number for a crash)."""
-    if returncode in (-signal.SIGINT, -signal.SIGTERM):
-        return 0
-    return returncode if returncode >= 0 else 128 - returncode
+        out(f"self-test: {self_test(client, model_name(options), options.checkpoint)}")
 
 
 def _auth(vllm_args: Sequence[str]) -> dict[str, str]:

@@ -11,11 +11,17 @@ from typing import Any
 
 import httpx
 
+from serving.endpoint import error_text
+
 _OBSERVATION = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(12))
 
 
 class PluginNotLive(RuntimeError):
     """The server answers, but a part of the plugin does not work; the message names the part."""
+
+
+class SelfTestFailed(RuntimeError):
+    """The server computes something else than its checkpoint says; the message says how far off."""
 
 
 def check_plugin_live(client: httpx.Client, model: str) -> None:
@@ -31,9 +37,9 @@ def check_plugin_live(client: httpx.Client, model: str) -> None:
     before = read_counter(client, "loha_encoded_observations_total")
     if read_counter(client, "loha_engine_live") < 1:
         raise PluginNotLive("no engine process has built the model that reads latents (loha_engine_live is not 1)")
-    response = client.post("/v1/chat/completions", json=_probe(model))
+    response = client.post("/v1/chat/completions", json=probe_request(model))
     if response.status_code != 200:
-        raise PluginNotLive(f"a latent request was answered with HTTP {response.status_code}: {_error(response)}")
+        raise PluginNotLive(f"a latent request was answered with HTTP {response.status_code}: {error_text(response)}")
     account = (response.json().get("usage") or {}).get("loha")
     if not account:
         raise PluginNotLive("the answer carries no usage.loha: the middleware or the chat renderer is not installed")
@@ -58,7 +64,8 @@ def read_counter(client: httpx.Client, name: str, labels: str = "") -> float:
     return sum(float(m["value"]) for m in pattern.finditer(text) if labels in (m["labels"] or ""))
 
 
-def _probe(model: str) -> dict[str, Any]:
+def probe_request(model: str) -> dict[str, Any]:
+    """Return a chat request with one latent observation."""
     call = {"id": "probe", "type": "function", "function": {"name": "probe", "arguments": json.dumps({})}}
     return {
         "model": model,
@@ -71,10 +78,3 @@ def _probe(model: str) -> dict[str, Any]:
         "temperature": 0,
         "loha": {"k": 0, "polling": 1, "view": "latent"},
     }
-
-
-def _error(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:300]

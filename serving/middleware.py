@@ -1,4 +1,4 @@
-"""ASGI middleware: reads the top-level `loha` object of a request body and adds the account to the answer.
+"""ASGI middleware: reads options of a request from its body and its model's name, adds the account to the answer.
 
 The options reach the renderer, in the same task, through a context variable, and so work on every route that renders
 chat messages (chat completions, responses, Anthropic messages, tokenize). The body is read only when vLLM asks for it,
@@ -10,49 +10,78 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
 
-from serving import metrics
-from serving.account import CURRENT, Report, RequestAccount
+from fastapi import HTTPException
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+from loha.errors import LohaError
+from serving.account import CURRENT, RequestAccount
+from serving.answer import Answer, ModelList, Receive, Send, send_json
+from serving.model_name import read_model_name
+from serving.state import has_mark
 
 _OPTIONS = b'"loha"'
 _NULL_CONTENT = re.compile(rb'"content"\s*:\s*null')
+_SUFFIXED_MODEL = re.compile(rb'"model"\s*:\s*"[^"]*(?::|\\)')
 _UNCOUNTED = ("/tokenize", "/detokenize", "/render")
-_HEADER_PREFIX = b"x-loha-"
+_DRAINING = {
+    "message": "The server is shutting down and takes no new requests; try again in a moment.",
+    "type": "ServiceUnavailableError",
+    "param": None,
+    "code": 503,
+}
 
 
 class LohaMiddleware:
     """Added by the launcher with vLLM's `--middleware serving.middleware.LohaMiddleware`."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] != "http" or scope.get("method") != "POST":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+        elif scope.get("method") == "POST":
+            await self._post(scope, receive, send)
+        elif scope["path"].endswith("/v1/models"):
+            await self.app(scope, receive, ModelList(send, _dtype(scope)).send)
+        elif scope["path"].removeprefix(scope.get("root_path", "")) == "/ready":
+            ready = has_mark("ready") and not has_mark("draining")
+            await send_json(send, 200 if ready else 503, {"ready": ready})
+        else:
+            await self.app(scope, receive, send)
+
+    async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if has_mark("draining"):
+            await send_json(send, 503, {"error": _DRAINING}, (b"retry-after", b"5"), (b"connection", b"close"))
             return
         account = RequestAccount()
         token = CURRENT.set(account)
         try:
             counted = not scope["path"].endswith(_UNCOUNTED)
-            answer = _Answer(account, send, counted=counted)
-            await self.app(scope, _whole_body(receive, account), answer.send)
+            answer = Answer(account, send, counted=counted)
+            await self.app(scope, _whole_body(receive, account, _served_names(scope)), answer.send)
         finally:
             CURRENT.reset(token)
 
 
-def _whole_body(receive: Receive, account: RequestAccount) -> Receive:
+class PreparedBody(NamedTuple):
+    """A request body as vLLM gets it, and what was found in it."""
+
+    body: bytes
+    options: Any = None
+    """The value of its top-level key `loha`."""
+    model_options: dict[str, Any] | None = None
+    """What the suffix of its model's name asks for."""
+
+
+def _whole_body(receive: Receive, account: RequestAccount, served: Sequence[str]) -> Receive:
     """Hand the body over whole, with its options read, when the application asks for it."""
     delivered = False
 
-    async def whole() -> Message:
+    async def whole() -> MutableMapping[str, Any]:
         nonlocal delivered
         if delivered:
             return await receive()
@@ -65,28 +94,44 @@ def _whole_body(receive: Receive, account: RequestAccount) -> Receive:
             if not message.get("more_body", False):
                 break
         delivered = True
-        body, account.body_options = prepare_body(b"".join(chunks))
-        return {"type": "http.request", "body": body, "more_body": False}
+        try:
+            prepared = prepare_body(b"".join(chunks), served)
+        except LohaError as error:
+            raise HTTPException(404, str(error)) from error
+        account.body_options, account.model_options = prepared.options, prepared.model_options
+        return {"type": "http.request", "body": prepared.body, "more_body": False}
 
     return whole
 
 
-def prepare_body(body: bytes) -> tuple[bytes, Any]:
-    """Return the body that vLLM gets, and the value of its top-level key `loha` (None without one).
+def prepare_body(body: bytes, served: Sequence[str] = ()) -> PreparedBody:
+    """Read our options from a body.
 
-    vLLM refuses null contents of tool results, which some agents send; they become empty strings. Broken JSON is
-    left for vLLM to report.
+    vLLM refuses null contents of tool results, which some agents send; they become empty strings. A suffix is taken off
+    the model's name. Broken JSON is left for vLLM to report.
+
+    Args:
+        body: as the client sent it.
+        served: names of the served models.
+
+    Raises:
+        LohaError: for an unknown or impossible suffix of a served model's name.
     """
-    if _OPTIONS not in body and not _NULL_CONTENT.search(body):
-        return body, None
+    if _OPTIONS not in body and not _NULL_CONTENT.search(body) and not _SUFFIXED_MODEL.search(body):
+        return PreparedBody(body)
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return body, None
+        return PreparedBody(body)
     if not isinstance(value, dict):
-        return body, None
+        return PreparedBody(body)
     changed = _fill_null_contents(value.get("messages"))
-    return (json.dumps(value).encode() if changed else body), value.get("loha")
+    model_options = None
+    if isinstance(value.get("model"), str):
+        named = read_model_name(value["model"], served)
+        changed |= named.model != value["model"]
+        value["model"], model_options = named.model, named.options
+    return PreparedBody(json.dumps(value).encode() if changed else body, value.get("loha"), model_options)
 
 
 def _fill_null_contents(messages: Any) -> bool:
@@ -98,111 +143,16 @@ def _fill_null_contents(messages: Any) -> bool:
     return changed
 
 
-class _Answer:
-    """Sends the answer of one request, with the account added.
-
-    Args:
-        account: filled by the renderer before the answer starts.
-        send: the server's.
-        counted: whether a success counts as an answered request.
-    """
-
-    def __init__(self, account: RequestAccount, send: Send, *, counted: bool) -> None:
-        self._account = account
-        self._send = send
-        self._counted = counted
-        self._start: Message | None = None
-        self._stream = False
-        self._body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        """Handle one message of the application."""
-        report = self._account.report
-        if message["type"] == "http.response.start" and report is not None and message["status"] == 200:
-            await self._begin(message, report)
-        elif message["type"] == "http.response.body" and self._start is not None:
-            await self._pass_body(message, self._account.report)
-        else:
-            await self._send(message)
-
-    async def _begin(self, message: Message, report: Report) -> None:
-        if self._counted:
-            metrics.count_request(report)
-        headers = list(message.get("headers", ())) + _report_headers(report)
-        kind = dict(message.get("headers", ())).get(b"content-type", b"")
-        self._start = {**message, "headers": headers}
-        self._stream = kind.startswith(b"text/event-stream")
-        if self._stream:
-            await self._send(self._start)
-        elif not kind.startswith(b"application/json"):
-            start, self._start = self._start, None
-            await self._send(start)
-
-    async def _pass_body(self, message: Message, report: Report | None) -> None:
-        assert report is not None
-        self._body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if self._stream:
-            await self._send({**message, "body": self._take_events(report, everything=not more)})
-        elif not more:
-            await self._finish_json(report)
-
-    async def _finish_json(self, report: Report) -> None:
-        assert self._start is not None
-        body = _with_account(bytes(self._body), report)
-        headers = [(k, v) for k, v in self._start["headers"] if k != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**self._start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    def _take_events(self, report: Report, *, everything: bool) -> bytes:
-        """Return the whole server-sent events received so far, those with a final usage rewritten."""
-        end = len(self._body) if everything else self._body.rfind(b"\n\n") + 2
-        if not everything and end < 2:
-            return b""
-        events = bytes(self._body[:end])
-        del self._body[:end]
-        if b'"usage"' not in events:
-            return events
-        return b"\n\n".join(_event_with_account(event, report) for event in events.split(b"\n\n"))
+def _served_names(scope: MutableMapping[str, Any]) -> list[str]:
+    """Return the names under which vLLM serves its model; empty outside vLLM."""
+    models = _served_models(scope)
+    return [] if models is None else [path.name for path in models.base_model_paths]
 
 
-def _event_with_account(event: bytes, report: Report) -> bytes:
-    lines = event.split(b"\n")
-    for i, line in enumerate(lines):
-        if line.startswith(b"data: {") and b'"usage"' in line:
-            lines[i] = b"data: " + _with_account(line[6:], report)
-    return b"\n".join(lines)
+def _dtype(scope: MutableMapping[str, Any]) -> str | None:
+    models = _served_models(scope)
+    return None if models is None else str(models.model_config.dtype).removeprefix("torch.")
 
 
-def _with_account(body: bytes, report: Report) -> bytes:
-    """Return a JSON body with `usage.loha`; anything without a final usage comes back as it was."""
-    try:
-        value = json.loads(body)
-    except ValueError:
-        return body
-    usage = _final_usage(value)
-    if usage is None:
-        return body
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    usage["loha"] = report.usage(details.get("cached_tokens"))
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _final_usage(value: Any) -> dict[str, Any] | None:
-    """Return the usage object of a whole answer or of the last chunk of a stream."""
-    if not isinstance(value, dict):
-        return None
-    if value.get("object") == "chat.completion.chunk" and value.get("choices"):
-        return None
-    if value.get("type") == "response.completed":
-        value = value.get("response") or {}
-    usage = value.get("usage")
-    return usage if isinstance(usage, dict) else None
-
-
-def _report_headers(report: Report) -> list[tuple[bytes, bytes]]:
-    return [
-        (_HEADER_PREFIX + name.replace("_", "-").encode(), str(value).encode())
-        for name, value in report.usage().items()
-    ]
+def _served_models(scope: MutableMapping[str, Any]) -> Any:
+    return getattr(getattr(scope.get("app"), "state", None), "openai_serving_models", None)

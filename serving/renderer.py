@@ -78,9 +78,7 @@ class LohaChatRenderer(HfRenderer):
         self, messages: Sequence[Any], params: ChatParams, account: RequestAccount | None
     ) -> tuple[list[Any], dict[str, Any]]:
         kwargs = params.chat_template_kwargs
-        options = resolve_options(
-            self._defaults, kwargs.get(OPTIONS_KEY), account.body_options if account is not None else None
-        )
+        options = resolve_options(self._defaults, *(account or RequestAccount()).layers(kwargs.get(OPTIONS_KEY)))
         if kwargs.get("continue_final_message"):
             raise LohaError("continue_final_message is not supported by this server; end with a user or tool message")
         history = [_plain_message(message) for message in messages]

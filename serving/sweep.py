@@ -24,6 +24,7 @@ from loha.render import VIEWS, View
 from loha.trajectory import read_trajectories
 from serving.arm import Arm, grid
 from serving.cell import Cell, Question, ask, questions, turn_step
+from serving.endpoint import served_model
 from serving.plot import plot_sweep
 from serving.summary import ArmSummary, summarize, table
 
@@ -120,8 +121,9 @@ async def _run(options: Options, arms: Sequence[Arm], asked: Sequence[Question])
         timeout=options.timeout_s,
         limits=httpx.Limits(max_connections=options.concurrency),
     ) as client:
-        model = options.model if options.model != "auto" else await _served_model(client)
-        cells = _resume(options, model)
+        served = await served_model(client, f"{client.base_url}models")
+        model = options.model if options.model != "auto" else served.name
+        cells = _resume(options, model, served.checkpoint)
         todo = _sequences(arms, asked, cells)
         options.out.mkdir(parents=True, exist_ok=True)
         with (
@@ -188,7 +190,7 @@ def _sequences(
     return left
 
 
-def _resume(options: Options, model: str) -> dict[tuple[str, int, str], Cell]:
+def _resume(options: Options, model: str, checkpoint: str | None) -> dict[tuple[str, int, str], Cell]:
     """Return the answered cells of an earlier run in the same folder; refused ones are asked again.
 
     Raises:
@@ -196,6 +198,7 @@ def _resume(options: Options, model: str) -> dict[tuple[str, int, str], Cell]:
     """
     settings = {
         "model": model,
+        "checkpoint": checkpoint,
         "trajectories_sha256": hashlib.sha256(options.trajectories.read_bytes()).hexdigest(),
         "max_tokens": options.max_tokens,
     }
@@ -223,17 +226,6 @@ def _read_cell(line: str) -> Cell | None:
         return Cell(**json.loads(line))
     except (json.JSONDecodeError, TypeError):
         return None  # a line that was cut when the run was stopped
-
-
-async def _served_model(client: httpx.AsyncClient) -> str:
-    try:
-        response = await client.get("models")
-        response.raise_for_status()
-        return response.json()["data"][0]["id"]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise LohaError(
-            f"{client.base_url}models gives no model ({type(error).__name__}: {error}); is the server up?"
-        ) from error
 
 
 def _write(options: Options, rows: Sequence[ArmSummary]) -> None:

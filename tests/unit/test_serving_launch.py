@@ -14,6 +14,7 @@ import pytest
 from serving.launch import Options, server_command, server_environment
 from serving.liveness import PluginNotLive, check_plugin_live, read_counter
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
+from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE
 
 OPTIONS = Options(checkpoint=Path("models/tiny"), vllm_args=("--api-key", "secret", "--seed=3"))
 
@@ -41,9 +42,10 @@ def test_command_line_on_a_gpu_and_without_tools() -> None:
 
 
 def test_environment_carries_the_defaults_and_a_clean_metrics_folder(tmp_path: Path) -> None:
-    environment = server_environment(OPTIONS, RequestOptions(), str(tmp_path))
+    environment = server_environment(OPTIONS, RequestOptions(), str(tmp_path), "abc")
     assert resolve_options(json.loads(environment[DEFAULTS_VARIABLE])) == RequestOptions()
-    assert environment["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path)
+    assert environment["PROMETHEUS_MULTIPROC_DIR"] == environment[FOLDER_VARIABLE] == str(tmp_path)
+    assert environment[CHECKPOINT_VARIABLE] == "abc"
     assert environment["VLLM_CPU_KVCACHE_SPACE"].isdecimal()
 
 

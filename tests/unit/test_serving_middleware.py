@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serving.account import CURRENT, Report
+from serving.answer import with_layouts
 from serving.middleware import LohaMiddleware, prepare_body
 from serving.options import RequestOptions
+from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
 
 REPORT = Report(
     options=RequestOptions(),
@@ -25,7 +28,9 @@ REPORT = Report(
 ACCOUNT = REPORT.usage()
 
 
-def call(app: Any, chunks: list[bytes], path: str = "/v1/chat/completions") -> tuple[dict[str, Any], list[bytes]]:
+def call(
+    app: Any, chunks: list[bytes], path: str = "/v1/chat/completions", method: str = "POST"
+) -> tuple[dict[str, Any], list[bytes]]:
     """Run one request through the middleware; return the response start and its body messages."""
     incoming = [
         {"type": "http.request", "body": chunk, "more_body": i < len(chunks) - 1} for i, chunk in enumerate(chunks)
@@ -38,7 +43,7 @@ def call(app: Any, chunks: list[bytes], path: str = "/v1/chat/completions") -> t
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": path}
+    scope = {"type": "http", "method": method, "path": path}
     asyncio.run(LohaMiddleware(app)(scope, receive, send))
     assert CURRENT.get() is None
     return sent[0], [message["body"] for message in sent[1:]]
@@ -95,16 +100,16 @@ def test_options_are_read_and_the_body_arrives_as_it_was() -> None:
     ],
 )
 def test_any_body_passes(body: bytes, options: Any) -> None:
-    assert prepare_body(body) == (body, options)
+    assert prepare_body(body, ["m"]) == (body, options, None)
 
 
 def test_null_contents_of_results_become_empty_strings() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
     messages = [{"role": "tool", "content": None, "tool_call_id": "c"}, said, {"role": "user", "content": "x"}, 3]
-    body, _ = prepare_body(json.dumps({"messages": messages}).encode())
+    body, *_ = prepare_body(json.dumps({"messages": messages}).encode())
     assert json.loads(body)["messages"] == [{**messages[0], "content": ""}, said, messages[2], 3]  # type: ignore[dict-item]
     kept = json.dumps({"messages": [said]}).encode()
-    assert prepare_body(kept) == (kept, None)
+    assert prepare_body(kept) == (kept, None, None)
 
 
 def test_account_is_added_to_a_json_answer() -> None:
@@ -121,7 +126,51 @@ def test_answers_without_a_report_are_untouched() -> None:
     answer = b'{"usage": {"prompt_tokens": 1}}'
     for app in (answering(answer, report=None), answering(answer, status=400)):
         start, (body,) = call(app, [b"{}"])
-        assert body == answer and dict(start["headers"])[b"content-length"] == b"1"
+        assert body == answer and b"x-loha-k" not in dict(start["headers"])
+
+
+def test_an_overflow_is_told_in_words_that_clients_look_for() -> None:
+    answer = b'{"error": {"message": "Too much. Please reduce the length of the input prompt.", "code": 400}}'
+    _, (body,) = call(answering(answer, status=400), [b"{}"])
+    assert json.loads(body)["error"]["message"] == "Too much. Please reduce the length of the messages."
+
+
+def test_a_suffix_is_taken_off_the_name_and_read() -> None:
+    for model in ("m:k3p8", "m\\u003ak3p8"):
+        body = b'{"model": "%s", "messages": []}' % model.encode()
+        prepared = prepare_body(body, ["m"])
+        assert json.loads(prepared.body) == {"model": "m", "messages": []}
+        assert prepared.model_options == {"k": "3", "polling": "8"}
+        assert prepare_body(body, ["other"]).body == body
+
+
+def test_readiness_and_draining_follow_the_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    assert call(app, [b""], "/ready", method="GET")[0]["status"] == 503
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert call(app, [b""], "/ready", method="GET")[0]["status"] == 503
+    set_mark(tmp_path, "ready")
+    assert call(app, [b""], "/ready", method="GET")[0]["status"] == 200
+    assert call(app, [b"{}"])[0]["status"] == 204
+    set_mark(tmp_path, "draining")
+    assert call(app, [b""], "/ready", method="GET")[0]["status"] == 503
+    start, (body,) = call(app, [b"{}"])
+    assert start["status"] == 503 and b"shutting down" in body
+    assert call(app, [b""], "/health", method="GET")[0]["status"] == 204
+
+
+def test_the_list_of_models_names_suffixes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECKPOINT_VARIABLE, "abc")
+    cards = [{"id": "m", "parent": None, "max_model_len": 9}, {"id": "lora", "parent": "m"}]
+    listed = json.loads(with_layouts(json.dumps({"data": cards}).encode(), "float32"))["data"]
+    assert [card["id"] for card in listed[:3]] == ["m", "lora", "m:k0"]
+    assert {"m:k8", "m:kinf", "m:mask", "m:full"} < {card["id"] for card in listed}
+    assert all(card["parent"] == "m" and card["max_model_len"] == 9 for card in listed[2:])
+    assert listed[0]["loha"]["checkpoint"] == "abc" and listed[0]["loha"]["dtype"] == "float32"
+    for body in (b"", b"[]", b'{"data": 3}'):
+        assert with_layouts(body, None) == body
 
 
 def event(**value: Any) -> bytes:
