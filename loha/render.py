@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +25,7 @@ from loha.layout import (
 from loha.messages import normalize_messages
 from loha.observations import ObservationRule, tool_names
 from loha.plain_text import PlainEncoder, plain_encoder, tokenizer_hash
+from loha.sized_cache import SizedCache, ids_bytes
 from loha.standins import StandIns
 from loha.tools import normalize_tools
 
@@ -34,6 +34,8 @@ __all__ = ["LatentObservation", "LatentSettings", "Renderer", "Rendering", "Segm
 View = Literal["latent", "mask", "full"]
 VIEWS: tuple[View, ...] = ("latent", "mask", "full")
 FULL_TEXT = Window(k=None)
+CACHE_BYTES = 512 << 20
+"""Holds about a hundred histories of 50K tokens."""
 _MARK = re.compile(f"([{standins.MARKS}])")
 
 
@@ -118,6 +120,10 @@ class _Piece(NamedTuple):
     ids: tuple[int, ...]
     marks: tuple[tuple[str, int], ...]
 
+    def memory(self) -> int:
+        """Return its size in bytes."""
+        return ids_bytes(len(self.ids)) + 100 * len(self.marks)
+
 
 @dataclass(frozen=True)
 class _Body:
@@ -171,6 +177,7 @@ class Renderer:
         chat_template: replaces the tokenizer's own.
         placeholder_id: decoder id that fills latent positions; the padding token by default, which no text yields.
         rule: what counts as an observation.
+        cache_bytes: most memory for what repeats from call to call: pieces of text and their ids.
 
     Raises:
         LohaError: when the tokenizer or template cannot be rendered piecewise.
@@ -185,6 +192,7 @@ class Renderer:
         chat_template: str | None = None,
         placeholder_id: int | None = None,
         rule: ObservationRule | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.tokenizer = tokenizer
         self.settings = settings or LatentSettings()
@@ -195,18 +203,23 @@ class Renderer:
                 "the tokenizer has no chat template: add chat_template.jinja beside tokenizer.json or pass one"
             )
         self._plain = PlainEncoder(tokenizer)
-        self._standins = StandIns(self._plain.added)
+        self._standins = StandIns(self._plain.added, cache_bytes=cache_bytes // 8)
         self.placeholder_id = _placeholder(tokenizer) if placeholder_id is None else placeholder_id
         self.encoder_tokenizer = encoder_tokenizer if encoder_tokenizer is not None else tokenizer
         shared = encoder_tokenizer is None or tokenizer_hash(encoder_tokenizer) == tokenizer_hash(tokenizer)
         encoder_plain = self._plain if shared else PlainEncoder(encoder_tokenizer)
-        # Observations and pieces repeat from call to call; entries are bounded by count, bodies by scaffold limits.
-        self._encoder_ids = lru_cache(maxsize=4096)(lambda body: tuple(encoder_plain(body)))
-        if shared:
-            self._body_tokens = lambda body: len(self._encoder_ids(body))
-        else:
-            self._body_tokens = lru_cache(maxsize=16384)(lambda body: len(self._plain(body)))
-        self._piece = lru_cache(maxsize=16384)(self._encode_piece)
+        # Observations and pieces repeat from call to call.
+        self._encoder_ids: Callable[[str], tuple[int, ...]] = SizedCache(
+            lambda body: tuple(encoder_plain(body)), max_bytes=cache_bytes // 4, size=lambda ids: ids_bytes(len(ids))
+        )
+        self._body_tokens: Callable[[str], int] = (
+            (lambda body: len(self._encoder_ids(body)))
+            if shared
+            else SizedCache(lambda body: len(self._plain(body)), max_bytes=cache_bytes // 8, size=lambda _: 0)
+        )
+        self._piece: Callable[[str], _Piece] = SizedCache(
+            self._encode_piece, max_bytes=cache_bytes // 2, size=_Piece.memory
+        )
         self._turn_header, self._turn_end = self._probe()
 
     # -- public ---------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ it, the trusted control tokens are the only ones left, the string is split at th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from loha.sized_cache import SizedCache
 
 BODY_START = "\U000f0f00"
 BODY_END = "\U000f0f01"
@@ -30,9 +32,10 @@ class StandIns:
 
     Args:
         literals: the texts of all added tokens of the tokenizer.
+        cache_bytes: most memory for texts that come again.
     """
 
-    def __init__(self, literals: Iterable[str]) -> None:
+    def __init__(self, literals: Iterable[str], *, cache_bytes: int = 64 << 20) -> None:
         # Longest first, so that a token is not taken for a shorter one that begins it.
         self.literals = sorted(set(literals), key=lambda text: (-len(text), text))[:_MOST]
         self._char = {text: chr(_FIRST + index) for index, text in enumerate(self.literals)}
@@ -42,7 +45,7 @@ class StandIns:
         reasoning = [re.escape(text) for text in self.literals if text not in REASONING_TAGS]
         self._find_in_assistant = re.compile("|".join([*reasoning, f"[{_RESERVED}]"]))
         self._find_standin = re.compile(f"{_ESCAPE}(.)|[\U000f0000-\U000f0eff]", re.DOTALL)
-        self.swap = lru_cache(maxsize=8192)(self._swap)
+        self.swap: Callable[..., str] = SizedCache(self._swap, max_bytes=cache_bytes, size=sys.getsizeof)
 
     def _swap(self, text: str, assistant: bool = False) -> str:
         """Return `text` with literals swapped.
