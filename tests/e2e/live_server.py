@@ -59,6 +59,10 @@ class Server:
         """Return one of our counters."""
         return read_counter(self.client, f"loha_{name}_total")
 
+    def engine_counter(self, name: str) -> float:
+        """Return one of vLLM's counters."""
+        return read_counter(self.client, f"vllm:{name}_total")
+
 
 @dataclass(frozen=True)
 class Reference:
