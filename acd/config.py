@@ -19,6 +19,8 @@ from loha.errors import LohaError
 
 Direction = Literal["forward", "reverse"]
 Dtype = Literal["float32", "bfloat16"]
+EXTENDS = "extends"
+"""The key of a file that names the one it differs from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +284,10 @@ class Config:
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, prog: str = "acd") -> Config:
     """Read a YAML file and apply command-line overrides.
 
+    A file may begin with `extends: other.yaml`, relative to itself: then it holds only what differs from that one.
+
     Args:
-        path: the file; relative paths inside it are relative to the working directory.
+        path: the file; all other relative paths inside it are relative to the working directory.
         overrides: words such as `--optimizer.lr-patch 5e-5`.
         prog: the command, for `--help`.
 
@@ -323,13 +327,29 @@ def config_yaml(config: Config) -> str:
     return yaml.safe_dump(config_dict(config), sort_keys=False)
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> Any:
+    """Return the plain data of a file, laid over that of the file that it extends."""
+    if path.resolve() in seen:
+        raise LohaError(f"{path}: extends itself")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise LohaError(f"{path}: no such configuration file; examples are in configs/") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LohaError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or EXTENDS not in values:
+        return values
+    parent = values.pop(EXTENDS)
+    if not isinstance(parent, str):
+        raise LohaError(f"{path}: {EXTENDS} must name a file, got {parent!r}")
+    return _laid_over(_read_yaml(path.parent / parent, (*seen, path.resolve())), values)
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    """Return nested mappings merged key by key; anything else above replaces what is below."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _laid_over(below.get(key), value) for key, value in above.items()}
 
 
 def _check_keys(values: Any, kind: Any, source: str, prefix: str) -> None:

@@ -11,7 +11,6 @@ line of standard output is one JSON object.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import sys
@@ -25,13 +24,14 @@ from torch import Tensor
 
 from acd.cache_teacher import DTYPES
 from acd.command import command_parser, parse_command, run_command
+from acd.config import Config
 from acd.corpus import Corpus
 from acd.loss import Targets, certain_targets, score
 from acd.readback import ReadBackRule
-from acd.rows import Packed, pack_examples
+from acd.rows import Packed, pack_examples, starts_of
 from acd.scores import Answer, Scores, answer_report, table_rows
 from acd.teacher import candidates_for, top_candidates
-from acd.views import Example, example_of, full_view, latent_view
+from acd.views import Example, example_of, full_view, latent_view, require_same_assistant
 from loha.console import out
 from loha.errors import LohaError
 from loha.layout import Window, format_k, parse_k, parse_polling
@@ -147,7 +147,7 @@ class Evaluator:
                 assistant_ids=[example.assistant_ids[i] for i in mine],
                 turn_lengths=tuple(example.turn_lengths[turn] for turn in turns),
             )
-            assert scored.assistant_ids == [full.assistant_ids[i] for i in kept], f"views of {trajectory.id!r} differ"
+            require_same_assistant(trajectory.id, scored.assistant_ids, [full.assistant_ids[i] for i in kept])
             yield _History(scored, targets.select(torch.tensor(kept, device=targets.ids_NC.device)))
 
     # -- forward passes ---------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Evaluator:
     def _score(self, histories: Sequence[_History]) -> Scores:
         packed = pack_examples([history.example for history in histories])
         hidden_TD = self._student_hidden(packed)
-        starts = _starts(packed.lengths)
+        starts = starts_of(packed.lengths)
         states = [s + state for s, h in zip(starts, histories, strict=True) for state in h.example.states]
         targets = Targets.join([history.targets for history in histories])
         kl_N, best_N = score(
@@ -219,15 +219,41 @@ def _rows(histories: Iterable[_History], capacity: int) -> Iterator[list[_Histor
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:
-    return [range(start, start + length) for start, length in zip(_starts(lengths), lengths, strict=True)]
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)][: len(lengths)]
+    return [range(start, start + length) for start, length in zip(starts_of(lengths), lengths, strict=True)]
 
 
 def _on(like: Tensor, values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device=like.device)
+
+
+def evaluate_student(config: Config, folder: str, rule: EvaluationRule, *, patch: bool = True) -> dict[str, Any]:
+    """Return the report of a student on the held-out trajectories of a configuration.
+
+    Args:
+        config: names trajectories, and base and LCLM where they have moved.
+        folder: of the student.
+        rule: what is evaluated.
+        patch: False evaluates the base on the student's latents.
+
+    Raises:
+        LohaError: when no held-out file is named, or a part is missing.
+    """
+    if not config.data.held_out:
+        raise LohaError("data.held_out is missing: name a file of trajectories that are not trained on")
+    corpus = Corpus(config.data.held_out, limit=config.data.held_out_limit)
+    student = Student.load(
+        folder,
+        base=config.model.base,
+        lclm=config.model.lclm,
+        dtype=DTYPES[config.model.dtype] if config.model.dtype else None,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    evaluator = Evaluator(student.eval(), rule, patch=patch)
+    with progress_bar("evaluation", total=len(corpus), unit="trajectory") as bar:
+        for entry in corpus.entries():
+            evaluator.add(corpus[entry.id])
+            bar.update()
+    return {"student": folder, "patch": "on" if patch else "off", "trajectories": len(corpus), **evaluator.report()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -245,16 +271,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, config = parse_command(parser, argv)
     if options.turns is not None and options.turns < 1:
         raise LohaError(f"--turns must be at least 1, got {options.turns}")
-    if not config.data.held_out:
-        raise LohaError("data.held_out is missing: name a file of trajectories that are not trained on")
-    corpus = Corpus(config.data.held_out, limit=config.data.held_out_limit)
-    student = Student.load(
-        options.student,
-        base=config.model.base,
-        lclm=config.model.lclm,
-        dtype=DTYPES[config.model.dtype] if config.model.dtype else None,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
     rule = EvaluationRule(
         ks=tuple(parse_k(k) for k in options.k),
         polling=parse_polling(options.polling),
@@ -264,15 +280,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         candidates=config.teacher.candidates,
         chunk=config.loss.chunk,
     )
-    evaluator = Evaluator(student.eval(), rule, patch=options.patch == "on")
-    with progress_bar("evaluation", total=len(corpus), unit="trajectory") as bar:
-        for entry in corpus.entries():
-            evaluator.add(corpus[entry.id])
-            bar.update()
-    report = evaluator.report()
+    report = evaluate_student(config, options.student, rule, patch=options.patch == "on")
     for row in table_rows(report["k"]):
         out("  ".join(f"{cell:>20}" if i == 1 else f"{cell:>12}" for i, cell in enumerate(row)))
-    out(json.dumps({"student": options.student, "patch": options.patch, "trajectories": len(corpus), **report}))
+    out(json.dumps(report))
 
 
 if __name__ == "__main__":

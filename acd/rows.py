@@ -13,10 +13,11 @@ from torch.utils.data import Dataset
 
 from acd.corpus import Corpus
 from acd.loss import Targets, certain_targets
-from acd.packing import Limits, Row, assign_rows
+from acd.packing import Limits, Piece, Row, assign_rows
 from acd.plan import Plan
 from acd.teacher_cache import TeacherCache
-from acd.views import Example, ViewBuilder, full_view
+from acd.views import Example, ViewBuilder, full_view, require_same_assistant
+from loha.errors import LohaError
 
 TERMS = ("distill", "read_back", "anchor")
 
@@ -95,14 +96,15 @@ class RowBuilder:
         """Return the packed row with its targets.
 
         Raises:
-            LohaError: when the teacher cache lacks a trajectory, or holds it with other assistant tokens.
+            LohaError: when the teacher cache lacks a trajectory or holds it with other assistant tokens, or a view is
+                not what the plan measured.
         """
         pieces = sorted(row, key=lambda piece: (piece.trajectory, piece.view))
         examples = [self.views.build(self.corpus[piece.trajectory], piece) for piece in pieces]
         for piece, example in zip(pieces, examples, strict=True):
-            assert len(example.token_ids) == piece.tokens, f"{piece} has {len(example.token_ids)} tokens: plan is stale"
+            _check_length(piece, example)
         packed = pack_examples(examples)
-        starts = _starts(packed.lengths)
+        starts = starts_of(packed.lengths)
         latent = [i for i, piece in enumerate(pieces) if piece.view == "latent"]
         full = [i for i, piece in enumerate(pieces) if piece.view == "full"]
         built = TrainingRow(
@@ -133,11 +135,11 @@ class RowBuilder:
             if ids[i] not in texts:
                 texts[ids[i]] = full_view(self.views.renderer, self.corpus[ids[i]])
         packed = pack_examples(list(texts.values()))
-        states = [(start, text.states) for start, text in zip(_starts(packed.lengths), texts.values(), strict=True)]
-        begin = dict(zip(texts, _starts([len(text.states) for text in texts.values()]), strict=True))
+        states = [(start, text.states) for start, text in zip(starts_of(packed.lengths), texts.values(), strict=True)]
+        begin = dict(zip(texts, starts_of([len(text.states) for text in texts.values()]), strict=True))
         ranges = {name: torch.arange(begin[name], begin[name] + len(text.states)) for name, text in texts.items()}
         for i in latent:
-            assert examples[i].assistant_ids == texts[ids[i]].assistant_ids, f"views of {ids[i]!r} differ"
+            require_same_assistant(ids[i], examples[i].assistant_ids, texts[ids[i]].assistant_ids)
         return replace(
             row,
             distill=replace(row.distill, live_N=_cat([ranges[ids[i]] for i in latent])),
@@ -176,7 +178,7 @@ class StepData(Dataset[list[TrainingRow]]):
 def pack_examples(examples: Sequence[Example]) -> Packed:
     """Put examples side by side."""
     lengths = tuple(len(example.token_ids) for example in examples)
-    starts = _starts(lengths)
+    starts = starts_of(lengths)
     return Packed(
         token_ids_T=_long([i for example in examples for i in example.token_ids]),
         position_ids_1T=torch.cat([torch.arange(length) for length in lengths])[None],
@@ -187,6 +189,15 @@ def pack_examples(examples: Sequence[Example]) -> Packed:
             for begin, encoder_ids in example.regions
         ),
     )
+
+
+def _check_length(piece: Piece, example: Example) -> None:
+    if len(example.token_ids) != piece.tokens:
+        raise LohaError(
+            f"trajectory {piece.trajectory!r}: its {piece.view} view has {len(example.token_ids)} tokens, but "
+            f"{piece.tokens} in the epoch plan, which was made with other data or code: delete plan.jsonl in "
+            "run.output_dir"
+        )
 
 
 def _cached(cache: TeacherCache, names: Sequence[tuple[str, str]]) -> Targets:
@@ -200,7 +211,8 @@ def _states(parts: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
     return _long([start + state for start, states in parts for state in states])
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """Return where each of several neighbours begins."""
     return [0, *itertools.accumulate(lengths)][: len(lengths)]
 
 

@@ -96,17 +96,14 @@ class ViewBuilder:
         shares = {"latent": self.rule.latent_share, "full": self.rule.full_share}
         kept = [view for view in views if self._rng(trajectory.id, epoch, view).random() < shares[view]]
         k = self._rng(trajectory.id, epoch, "k").choice(self.rule.latent_k)
-        pieces, hashes = [], set()
+        pieces, examples = [], []
         for view in kept:
             piece = Piece(trajectory=trajectory.id, view=view, tokens=0, k=k if view == "latent" else None, epoch=epoch)
             example = self.build(trajectory, piece)
-            hashes.add(example.assistant_hash)
+            examples.append(example)
             pieces.append(_measured(piece, example))
-        if len(hashes) > 1:
-            raise LohaError(
-                f"trajectory {trajectory.id!r}: its views hold different assistant tokens; the chat template must "
-                "render assistant turns independently of observations"
-            )
+        for other in examples[1:]:
+            require_same_assistant(trajectory.id, examples[0].assistant_ids, other.assistant_ids)
         return pieces
 
     def build(self, trajectory: Trajectory, piece: Piece) -> Example:
@@ -161,10 +158,17 @@ def ids_hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in ids)).hexdigest()[:16]
 
 
-def observation_bodies(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the bodies of all observations of a history, in order."""
-    history = normalize_messages(messages)
-    return [history[index]["content"] for index in renderer.rule.find(history)]
+def require_same_assistant(trajectory_id: str, one: Sequence[int], other: Sequence[int]) -> None:
+    """Check that two renderings of a trajectory hold the same assistant tokens, which pair them.
+
+    Raises:
+        LohaError: names the trajectory.
+    """
+    if list(one) != list(other):
+        raise LohaError(
+            f"trajectory {trajectory_id!r}: its views hold different assistant tokens ({len(one)} and {len(other)}); "
+            "the chat template must render assistant turns independently of observations"
+        )
 
 
 def _questions(
@@ -198,9 +202,15 @@ def _turns(questions: Sequence[Question]) -> list[dict[str, Any]]:
 
 def _render(renderer: Renderer, messages: Sequence[Any], trajectory: Trajectory, **options: Any) -> Rendering:
     try:
-        return renderer.render(messages, trajectory.tools, **options)
+        rendering = renderer.render(messages, trajectory.tools, **options)
     except LohaError as error:
         raise LohaError(f"trajectory {trajectory.id!r}: {error}") from error
+    if any(span.start == 0 for span in rendering.assistant_spans):
+        raise LohaError(
+            f"trajectory {trajectory.id!r}: it begins with an assistant turn and the chat template writes nothing "
+            "before it, so that nothing predicts its first token; drop it or use another template"
+        )
+    return rendering
 
 
 def example_of(rendering: Rendering, *, turns: int | None = None, questions: Sequence[Question] = ()) -> Example:
@@ -215,7 +225,6 @@ def example_of(rendering: Rendering, *, turns: int | None = None, questions: Seq
     spans = rendering.assistant_spans
     own, answers = spans[:turns], spans[turns:] if turns is not None else []
     assert len(answers) == len(questions), f"{len(questions)} questions have {len(answers)} answer spans"
-    assert all(span.start > 0 for span in spans), "an assistant turn begins at the first token, nothing predicts it"
     positions = [t for span in own for t in range(span.start, span.end)]
     answer_positions = [t for span in answers for t in range(span.start, span.end)]
     return Example(

@@ -72,6 +72,21 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    path = tmp_path / "c.yaml"
+    path.write_text(config_yaml(parse_config(SMALL, source="test")))
+    other = tmp_path / "below" / "d.yaml"
+    other.write_text("extends: ../c.yaml\noptimizer: {lr_patch: 0.5}\nviews: {latent_k: [3]}\n")
+    config = load_config(other)
+    assert (config.optimizer.lr_patch, config.optimizer.lr_gains, config.views.latent_k) == (0.5, 1e-4, (3,))
+    assert config.teacher.cache == "c"
+    for text, message in (("d.yaml", "d.yaml: extends itself"), ("no.yaml", "no.yaml: no such"), ("[1]", "must name")):
+        other.write_text(f"extends: {text}\n")
+        with pytest.raises(LohaError, match=message):
+            load_config(other)
+
+
 def test_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
     """YAML 1.1 reads 1e-4 without a point as text."""
     path = tmp_path / "c.yaml"

@@ -13,7 +13,8 @@ from acd.corpus import Corpus
 from acd.packing import Piece
 from acd.plan import Plan, limits, make_plan, plan_key, view_rule
 from acd.readback import ReadBackRule
-from acd.views import ViewBuilder, full_view, latent_view, observation_bodies
+from acd.rows import RowBuilder, TargetSource
+from acd.views import ViewBuilder, full_view, latent_view, require_same_assistant
 from loha.errors import LohaError
 from loha.render import Renderer
 from loha.student import build_renderer
@@ -37,6 +38,10 @@ def trajectory() -> Trajectory:
     return max((make_trajectory(i) for i in range(9)), key=lambda t: len(t.messages))
 
 
+def bodies_of(renderer: Renderer, trajectory: Trajectory) -> list[str]:
+    return [trajectory.messages[index]["content"] for index in renderer.rule.find(trajectory.messages)]
+
+
 def test_full_view_predicts_what_the_assistant_wrote(renderer: Renderer, trajectory: Trajectory) -> None:
     example = full_view(renderer, trajectory)
     assert not example.regions and not example.answer_ids
@@ -55,7 +60,7 @@ def test_views_pair_by_assistant_tokens(renderer: Renderer, trajectory: Trajecto
         latent = latent_view(renderer, trajectory, k=k, readback=ReadBackRule(share=0.2), seed="x")
         assert latent.assistant_ids == full.assistant_ids and latent.assistant_hash == full.assistant_hash
         assert latent.states != full.states, "positions differ, tokens do not"
-    bodies = observation_bodies(renderer, trajectory.messages)
+    bodies = bodies_of(renderer, trajectory)
     eligible = sum(len(body) >= 128 for body in bodies)
     assert len(latent_view(renderer, trajectory, k=0).regions) == eligible
     assert len(latent_view(renderer, trajectory, k=len(bodies)).regions) == 0
@@ -70,7 +75,7 @@ def test_read_back_turns_follow_the_trajectory(renderer: Renderer, trajectory: T
     assert min(asked.answer_states) >= len(plain.token_ids)
     answers = renderer.tokenizer.decode(asked.answer_ids).split("<|im_end|>")
     assert answers[:-1] == [question.answer for question in asked.questions]
-    bodies = observation_bodies(renderer, trajectory.messages)
+    bodies = bodies_of(renderer, trajectory)
     for question in asked.questions:
         assert question.answer in bodies[question.observation]
     assert sum(asked.answer_lengths) == len(asked.answer_ids)
@@ -162,3 +167,15 @@ def test_corpus_errors_name_file_and_row(tmp_path: Path) -> None:
             Corpus(tmp_path / "t.jsonl")
     with pytest.raises(LohaError, match="no such trajectory file"):
         Corpus(tmp_path / "none.jsonl")
+
+
+def test_what_user_data_can_break_is_named(world: World, renderer: Renderer) -> None:
+    """A plan of other data, and views that do not pair."""
+    corpus = Corpus(world.trajectories)
+    views = ViewBuilder(renderer, view_rule(world.config()))
+    (piece, *_) = views.pieces(corpus["t000"], 0)
+    rows = RowBuilder(corpus, views, TargetSource())
+    with pytest.raises(LohaError, match=r"trajectory 't000': its latent view has \d+ tokens, but 7 in the epoch plan"):
+        rows.build((replace(piece, tokens=7),))
+    with pytest.raises(LohaError, match=r"trajectory 't9': its views hold different assistant tokens \(2 and 1\)"):
+        require_same_assistant("t9", [1, 2], (1,))
