@@ -188,7 +188,11 @@ def _child(cell: Cell) -> None:
     with (cell.folder / "log.txt").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        code = run_command(lambda: run_cell(cell) and None)
+
+        def run() -> None:
+            run_cell(cell)
+
+        code = run_command(run)
     sys.exit(code)
 
 
