@@ -48,8 +48,9 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: str 
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*SPECIAL, *extra)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in PLAIN_ADDED])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in extra])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )
