@@ -40,7 +40,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_replaceable(folder: str | os.PathLike[str], *, marker: str, kind: str) -> None:
-    """Check that writing to `folder` would replace nothing but an older output of the same kind.
+    """Check, before the work starts, that a folder can be written and replaces nothing but an older one of its kind.
 
     Args:
         folder: about to be written with `atomic_path`.
@@ -48,11 +48,28 @@ def check_replaceable(folder: str | os.PathLike[str], *, marker: str, kind: str)
         kind: names it in the error, for instance "student".
 
     Raises:
-        LohaError: when the folder holds something else, which replacing it would delete.
+        LohaError: when the folder holds something else, which replacing it would delete, or cannot be written.
     """
     target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise LohaError(f"{target} is a file, expected a folder for the {kind}: choose another name")
     if target.is_dir() and any(target.iterdir()) and not (target / marker).is_file():
         raise LohaError(f"{target} exists and is no {kind} ({marker} is missing): choose another folder or remove it")
+    check_writable(target)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Check, before the work starts, that a file or folder can be created where `path` says.
+
+    Raises:
+        LohaError: naming the parent that is no folder, or may not be written.
+    """
+    target = Path(path)
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise LohaError(f"{target} cannot be written: {parent} is a file, not a folder; choose another place")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise LohaError(f"{target} cannot be written: no permission to write in {parent}; choose another place")
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from loha.adapter import Adapter
+from loha.atomic import check_replaceable
 from loha.console import out
 from loha.decoder import is_projection
 from loha.encoder import EncoderSettings
@@ -21,8 +22,10 @@ from loha.lowrank import fresh_factors
 from loha.peft_file import Factors
 from loha.progress import progress_bar
 from loha.student import encoder_folder, make_fingerprint
+from loha.student_files import CONFIG_NAME as STUDENT_CONFIG_NAME
 from loha.student_files import StudentConfig, StudentFiles
 from loha.svd import truncate
+from loha.tokenizer_dir import load_tokenizer, require_same_tokens
 from loha.weight_files import WeightFiles
 
 
@@ -62,6 +65,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Make a student: reading patch, gains, adapter and markers, with a report of what the patch holds."""
+    check_replaceable(options.out, marker=STUDENT_CONFIG_NAME, kind="student")
     files, report = init_student(options)
     extra = {}
     if report:
@@ -180,6 +184,8 @@ def _source(options: Options, base: WeightFiles) -> _Source:
         return _Source(folder=folder, settings=settings, encoder=folder, adapter=adapter, markers=markers, decoder=None)
     root = find_lclm(folder)
     decoder = root / "decoder" if (root / "decoder").is_dir() else None
+    if decoder:
+        _require_same_tokenizer(options.base, decoder)
     adapter = load_adapter(root)
     if adapter.fc2.weight.shape[0] != width:
         raise LohaError(
@@ -193,6 +199,13 @@ def _source(options: Options, base: WeightFiles) -> _Source:
         adapter=adapter,
         markers=read_markers(decoder) if decoder else mean_markers(base),
         decoder=decoder,
+    )
+
+
+def _require_same_tokenizer(base: Path, decoder: Path) -> None:
+    """Refuse an LCLM of another base, also where all its shapes fit."""
+    require_same_tokens(
+        load_tokenizer(base), load_tokenizer(decoder), name=f"the base {base}", other_name=f"the LCLM decoder {decoder}"
     )
 
 

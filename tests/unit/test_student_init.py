@@ -45,7 +45,7 @@ def test_gains_start_from_the_base_and_markers_from_the_lclm(root: Path) -> None
     for name, gain in student.groups()["gains"].items():
         assert torch.equal(gain.detach(), base[f"{name.removeprefix('gains.')}.weight"].float())
     rows = load_file(root / "lclm" / "decoder" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(student.markers, rows[[259, 260]])
+    assert torch.equal(student.markers, rows[[263, 264]])
     assert len(rows) < len(base["model.embed_tokens.weight"])
 
 
@@ -142,3 +142,28 @@ def test_one_source_is_needed(root: Path, tmp_path: Path, options: dict[str, Pat
 def test_a_missing_base(root: Path, tmp_path: Path) -> None:
     with pytest.raises(LohaError, match="nowhere is not a folder"):
         main(Options(base=tmp_path / "nowhere", lclm=root / "lclm", out=tmp_path / "student"))
+
+
+def _another_vocabulary(lclm: Path) -> None:
+    path = lclm / "decoder" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":'))
+
+
+@pytest.mark.parametrize("patch", ["svd", "zero"])
+def test_an_lclm_of_another_base_with_the_same_shapes(root: Path, tmp_path: Path, patch: str) -> None:
+    write_lclm(tmp_path / "lclm", root / "base")
+    _another_vocabulary(tmp_path / "lclm")
+    with pytest.raises(LohaError, match=r"the base .*base and the LCLM decoder .*decoder have different tokenizers"):
+        main(Options(base=root / "base", lclm=tmp_path / "lclm", patch=patch, out=tmp_path / "student"))
+
+
+@pytest.mark.parametrize("place", ["taken", "file", "under a file"])
+def test_the_output_is_checked_before_the_work(root: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    out = tmp_path / "file" / "student" if place == "under a file" else tmp_path / place
+    # The missing base would be told first if the output were checked after any work.
+    with pytest.raises(LohaError, match=r"choose another|a file"):
+        main(Options(base=tmp_path / "nowhere", lclm=root / "lclm", out=out))
+    assert (tmp_path / "taken" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "mine"
