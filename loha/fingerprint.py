@@ -54,7 +54,9 @@ def _weights_hash(folder: str, _files: tuple[tuple[str, int, int], ...]) -> str:
 def require_match(
     found: Mapping[str, object], expected: Mapping[str, object], *, found_in: str, expected_by: str
 ) -> None:
-    """Compare two fingerprints on the keys that both have.
+    """Compare two fingerprints on the parts of the first, all of which the second must have recorded.
+
+    The second may record more: a serving checkpoint also names the base's weights, which a server does not have.
 
     Args:
         found: of what is being loaded.
@@ -63,13 +65,18 @@ def require_match(
         expected_by: names the second, for instance "the student at runs/student".
 
     Raises:
-        LohaError: when they differ; names the part and both sides.
+        LohaError: when they differ, or a part was not recorded; names the part and both sides.
     """
-    for key in expected:
-        if key in found and found[key] != expected[key]:
+    for key, value in found.items():
+        part = _READABLE.get(key, key)
+        if key not in expected:
             raise LohaError(
-                f"{_READABLE.get(key, key)} differs: {found_in} has {_short(found[key])}, {expected_by} was made with "
-                f"{_short(expected[key])}; use the same {_READABLE.get(key, key)} for both"
+                f"{expected_by} does not record its {part}, so it cannot be compared with {found_in}; make it again"
+            )
+        if value != expected[key]:
+            raise LohaError(
+                f"{part} differs: {found_in} has {_short(value)}, {expected_by} was made with "
+                f"{_short(expected[key])}; use the same {part} for both"
             )
 
 

@@ -17,6 +17,7 @@ import torch
 from loha.adapter import Adapter
 from loha.encoder import EncoderSettings
 from loha.errors import LohaError
+from loha.fingerprint import require_match
 from loha.hf_config import ARCHITECTURE, LohaConfig
 from loha.render import LatentSettings, Renderer
 from loha.tokenizer_dir import load_tokenizer
@@ -74,12 +75,7 @@ class ServingCheckpoint:
 
     def renderer(self) -> Renderer:
         """Return the renderer that this checkpoint was made for."""
-        return Renderer(
-            load_tokenizer(self.folder),
-            encoder_tokenizer=load_tokenizer(self.folder / ENCODER_TOKENIZER),
-            settings=LatentSettings(ratio=self.config.compression_ratio, window=self.config.encoder_window),
-            placeholder_id=self.config.placeholder_token_id,
-        )
+        return checkpoint_renderer(self.folder, self.config)
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the ids that end a reply: from generation_config.json, else from the decoder's config."""
@@ -88,6 +84,31 @@ class ServingCheckpoint:
         if value is None:
             value = self.config.text_config.eos_token_id
         return frozenset([] if value is None else [value] if isinstance(value, int) else value)
+
+
+def checkpoint_renderer(folder: str | Path, config: LohaConfig, *, chat_template: str | None = None) -> Renderer:
+    """Return the renderer of a serving checkpoint.
+
+    Args:
+        folder: where its tokenizers lie.
+        config: of the checkpoint.
+        chat_template: replaces the tokenizer's own; then the template's fingerprint is not compared.
+
+    Raises:
+        LohaError: when a tokenizer or the template is not the one that the checkpoint was exported with.
+    """
+    renderer = Renderer(
+        load_tokenizer(folder),
+        encoder_tokenizer=load_tokenizer(Path(folder) / ENCODER_TOKENIZER),
+        settings=LatentSettings(ratio=config.compression_ratio, window=config.encoder_window),
+        placeholder_id=config.placeholder_token_id,
+        chat_template=chat_template,
+    )
+    found = renderer.fingerprint
+    if chat_template is not None:
+        del found["chat_template"]
+    require_match(found, config.fingerprint, found_in=f"the files in {folder}", expected_by=f"the checkpoint {folder}")
+    return renderer
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from loha.errors import LohaError
-from loha.fingerprint import require_match, weights_hash
+from loha.fingerprint import weights_hash
 from loha.hf_config import MODEL_TYPE, LohaConfig
-from loha.render import LatentSettings, Renderer
-from loha.serving_checkpoint import ENCODER_TOKENIZER, ServingCheckpoint
-from loha.tokenizer_dir import load_tokenizer
+from loha.serving_checkpoint import ServingCheckpoint
 from loha.weight_files import WeightFiles, read_json
 
 _REQUIRED = ("text_config", "encoder_config", "compression_ratio", "encoder_window", "placeholder_token_id")
@@ -41,33 +39,8 @@ def check_checkpoint(folder: Path) -> LohaConfig:
         if key not in config:
             raise LohaError(f"{folder / 'config.json'} lacks {key!r}: export the student again with this version")
     checkpoint = ServingCheckpoint.open(folder)
-    checkpoint_renderer(folder, checkpoint.config)
+    checkpoint.renderer()
     return checkpoint.config
-
-
-def checkpoint_renderer(folder: str | Path, config: LohaConfig, *, chat_template: str | None = None) -> Renderer:
-    """Return the renderer of a serving checkpoint.
-
-    Args:
-        folder: where its tokenizers lie.
-        config: of the checkpoint.
-        chat_template: replaces the tokenizer's own; then the template's fingerprint is not compared.
-
-    Raises:
-        LohaError: when a tokenizer or the template is not the one that the checkpoint was exported with.
-    """
-    renderer = Renderer(
-        load_tokenizer(folder),
-        encoder_tokenizer=load_tokenizer(Path(folder) / ENCODER_TOKENIZER),
-        settings=LatentSettings(ratio=config.compression_ratio, window=config.encoder_window),
-        placeholder_id=config.placeholder_token_id,
-        chat_template=chat_template,
-    )
-    expected = dict(config.fingerprint)
-    if chat_template is not None:
-        expected.pop("chat_template", None)
-    require_match(renderer.fingerprint, expected, found_in=f"the files in {folder}", expected_by="this checkpoint")
-    return renderer
 
 
 def checkpoint_hash(folder: Path, config: LohaConfig) -> str:

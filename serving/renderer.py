@@ -18,8 +18,9 @@ from vllm.utils.async_utils import make_async
 from loha.errors import LohaError
 from loha.messages import normalize_messages
 from loha.render import Rendering
+from loha.serving_checkpoint import checkpoint_renderer
 from serving.account import CURRENT, Report, RequestAccount
-from serving.checkpoint import checkpoint_renderer, latent_identity
+from serving.checkpoint import latent_identity
 from serving.options import RequestOptions, resolve_options, server_defaults
 from serving.pieces import Cutter, Piece, PlacedPiece
 from serving.processor import MODALITY

@@ -64,6 +64,15 @@ def test_mismatch_names_both_sides() -> None:
     assert "student runs/s was made with bbbbbbbbbbbb;" in message
 
 
+def test_a_part_that_was_not_recorded_is_a_mismatch() -> None:
+    with pytest.raises(LohaError, match=r"^student runs/s does not record its compression ratio.* base models/b"):
+        require_match({"ratio": 16}, {"window": 64}, found_in="base models/b", expected_by="student runs/s")
+
+
+def test_more_may_be_recorded_than_is_compared() -> None:
+    require_match({"ratio": 16}, {"ratio": 16, "base_weights": "b"}, found_in="base", expected_by="checkpoint")
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, TENSORS.items(), shard_bytes=500)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
