@@ -25,7 +25,7 @@ from serving.liveness import PluginNotLive, SelfTestFailed, check_plugin_live
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
 from serving.plugin import MODE
 from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
-from serving.supervise import exit_status, forwarded_signals, start_server, stop, wait_ready
+from serving.supervise import Drain, exit_status, start_server, stop, wait_ready
 
 MAX_ITEMS_PER_PROMPT = 100_000
 """vLLM's own limit of 999 items would refuse a history of many small observations."""
@@ -118,12 +118,13 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="loha-serve-") as state:
         command = server_command(options, on_cpu=on_cpu)
         environment = server_environment(options, defaults, state, checkpoint)
-        server = start_server(command, environment)
-        with forwarded_signals(server, before=lambda: set_mark(state, "draining")):
-            try:
-                return _supervise(server, options, defaults, state)
-            finally:
-                stop(server)
+        with _client(options) as client:
+            server = start_server(command, environment)
+            with Drain(server, client, options.drain_timeout_s, begin=lambda: set_mark(state, "draining")):
+                try:
+                    return _supervise(server, client, options, defaults, state)
+                finally:
+                    stop(server)
 
 
 def server_command(options: Options, *, on_cpu: bool) -> list[str]:
@@ -146,7 +147,6 @@ def server_command(options: Options, *, on_cpu: bool) -> list[str]:
         "--dtype", options.dtype,
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
-        "--shutdown-timeout", str(options.drain_timeout_s),
         "--middleware", "serving.middleware.LohaMiddleware",
         "--limit-mm-per-prompt", json.dumps({"observation": MAX_ITEMS_PER_PROMPT}),
         "--mm-processor-cache-gb", "0",
@@ -241,30 +241,36 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _supervise(server: subprocess.Popen[bytes], options: Options, defaults: RequestOptions, state: str) -> int:
-    """Wait until the server is ready, check it, then wait for its end."""
+def _client(options: Options) -> httpx.Client:
+    """Return a client of the server that is to be started."""
     scheme = "https" if "--ssl-certfile" in " ".join(options.vllm_args) else "http"
     base_url = f"{scheme}://{_local_host(options.host)}:{options.port}"
-    with httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0) as client:
-        status = wait_ready(server, client, options.startup_timeout_s)
-        if status is not None:
-            err(f"error: the server stopped with status {status} before it was ready; its messages stand above")
-            return status or 1
-        try:
-            _check(client, options)
-        except PluginNotLive as error:
-            err(f"error: the server runs, but not with latent observations: {error}")
-            return NOT_LIVE
-        except SelfTestFailed as error:
-            err(f"error: self-test failed: {error}")
-            return SELF_TEST_FAILED
-        except httpx.TransportError as error:
-            err(f"error: the server stopped answering while it was checked: {error}")
-            return NOT_LIVE
+    return httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0)
+
+
+def _supervise(
+    server: subprocess.Popen[bytes], client: httpx.Client, options: Options, defaults: RequestOptions, state: str
+) -> int:
+    """Wait until the server is ready, check it, then wait for its end."""
+    status = wait_ready(server, client, options.startup_timeout_s)
+    if status is not None:
+        err(f"error: the server stopped with status {status} before it was ready; its messages stand above")
+        return status or 1
+    try:
+        _check(client, options)
+    except PluginNotLive as error:
+        err(f"error: the server runs, but not with latent observations: {error}")
+        return NOT_LIVE
+    except SelfTestFailed as error:
+        err(f"error: self-test failed: {error}")
+        return SELF_TEST_FAILED
+    except httpx.TransportError as error:
+        err(f"error: the server stopped answering while it was checked: {error}")
+        return NOT_LIVE
     set_mark(state, "ready")
     window = defaults.window
     out(
-        f"ready: {base_url}/v1 serves {model_name(options)} with K={format_k(window.k)} "
+        f"ready: {str(client.base_url).rstrip('/')}/v1 serves {model_name(options)} with K={format_k(window.k)} "
         f"P={window.polling} view={defaults.view}"
     )
     return exit_status(server.wait())

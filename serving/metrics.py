@@ -6,6 +6,8 @@ when PROMETHEUS_MULTIPROC_DIR names a folder before its first import; `loha serv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,6 +28,11 @@ def _counters() -> dict[str, Any]:
             "1 when the model that reads latents runs in the engine",
             multiprocess_mode="max",
         ),
+        "in_flight": Gauge(
+            "loha_requests_in_flight",
+            "POST requests whose answers are not finished, rendering included",
+            multiprocess_mode="livesum",
+        ),
         "observations": counter("encoded_observations", "Observations that went through the encoder"),
         "source": counter("encoder_source_tokens", "Encoder tokens of encoded observations"),
         "latents": counter("encoded_latents", "Latents that the encoder made, markers not counted"),
@@ -40,6 +47,17 @@ def _counters() -> dict[str, Any]:
 def mark_engine_live() -> None:
     """Note that the plugin's model was built in this process."""
     _counters()["live"].set(1)
+
+
+@contextmanager
+def in_flight() -> Iterator[None]:
+    """Count a request as in flight while the block runs."""
+    gauge = _counters()["in_flight"]
+    gauge.inc()
+    try:
+        yield
+    finally:
+        gauge.dec()
 
 
 def count_encoded(*, observations: int, source_tokens: int, latents: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fastapi import HTTPException
 
 from loha.errors import LohaError
+from serving import metrics
 from serving.account import CURRENT, RequestAccount
 from serving.answer import Answer, ModelList, Receive, Send, send_json
 from serving.model_name import read_model_name
@@ -62,7 +63,8 @@ class LohaMiddleware:
         try:
             counted = not scope["path"].endswith(_UNCOUNTED)
             answer = Answer(account, send, counted=counted)
-            await self.app(scope, _whole_body(receive, account, _served_names(scope)), answer.send)
+            with metrics.in_flight():
+                await self.app(scope, _whole_body(receive, account, _served_names(scope)), answer.send)
         finally:
             CURRENT.reset(token)
 

@@ -27,7 +27,7 @@ from serving.liveness import SelfTestFailed, probe_request
 TOP = 20
 """Likeliest first tokens that are compared."""
 
-TOLERANCES = {"float32": 5e-3, "float16": 5e-2, "bfloat16": 0.3}
+TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.15}
 """Largest mean difference of their log probabilities, in nats, by the number format that the server computes in."""
 
 

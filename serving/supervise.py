@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
 
 import httpx
 
 from loha.errors import LohaError
+from serving.liveness import read_counter
 
 _POLL_S = 0.25
 _GRACE_S = 30
@@ -46,26 +49,61 @@ def wait_ready(server: subprocess.Popen[bytes], client: httpx.Client, timeout_s:
     )
 
 
-@contextmanager
-def forwarded_signals(server: subprocess.Popen[bytes], before: Callable[[], None]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the server, which drains and ends.
+class Drain:
+    """Ends the server after SIGTERM or SIGINT: running requests finish, within a limit; a second signal ends it now.
+
+    vLLM has a drain of its own (`--shutdown-timeout`), which drops requests that are still being rendered and takes
+    long to tear down; so requests are drained here, and vLLM is told to stop when it is idle.
 
     Args:
         server: started.
-        before: called first.
+        client: with the server's base URL, for its metrics.
+        timeout_s: after which running requests are cut off.
+        begin: called first; from then on the server must refuse new requests.
     """
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        before()
-        if server.poll() is None:
-            server.send_signal(number)
+    def __init__(
+        self, server: subprocess.Popen[bytes], client: httpx.Client, timeout_s: float, begin: Callable[[], None]
+    ) -> None:
+        self._server, self._client, self._timeout_s, self._begin = server, client, timeout_s, begin
+        self._asked = False
+        self._old: dict[int, Any] = {}
 
-    old = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
+    def __enter__(self) -> Drain:
+        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
             signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            self._terminate()
+            return
+        self._asked = True
+        self._begin()
+        threading.Thread(target=self._drain, daemon=True).start()  # a handler must not wait
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline and self._busy():
+            time.sleep(_POLL_S)
+        self._terminate()
+
+    def _busy(self) -> bool:
+        if self._server.poll() is not None:
+            return False
+        try:
+            return read_counter(self._client, "loha_requests_in_flight") > 0
+        except httpx.HTTPError:
+            return False  # not up yet, or gone
+
+    def _terminate(self) -> None:
+        if self._server.poll() is None:
+            self._server.terminate()
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
