@@ -60,9 +60,13 @@ class CheckpointFolder:
         """Return the newest whole checkpoint."""
         return max(self._all(), default=(0, None))[1]
 
+    def steps(self) -> list[int]:
+        """Return the steps of all whole checkpoints."""
+        return sorted(step for step, _ in self._all())
+
     def holds(self, step: int) -> bool:
         """Return whether the checkpoint of a step is there."""
-        return self._path(step).is_dir()
+        return self.path(step).is_dir()
 
     def save(
         self,
@@ -79,7 +83,7 @@ class CheckpointFolder:
             optimizer: AdamW over the same parameters.
             random_states: one per rank.
         """
-        path = self._path(cursor.step)
+        path = self.path(cursor.step)
         state = {
             "format": FORMAT,
             "step": cursor.step,
@@ -101,7 +105,8 @@ class CheckpointFolder:
         for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob(".step-*.old")]:
             shutil.rmtree(path)
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
         return self.folder / f"step-{step:08d}"
 
     def _all(self) -> list[tuple[int, Path]]:

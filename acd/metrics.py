@@ -12,6 +12,8 @@ from loha.atomic import atomic_path
 
 METRICS_NAME = "metrics.jsonl"
 EVALUATIONS_NAME = "evaluations.jsonl"
+TIMES = ("seconds", "tokens_per_s")
+"""Figures of a step that no two runs share."""
 
 
 class JsonLines:
@@ -25,7 +27,7 @@ class JsonLines:
     def __init__(self, path: Path, *, before: int) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["step"] < before]
+        kept = [line for line in read_lines(path) if line["step"] < before]
         with atomic_path(path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
@@ -86,7 +88,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
