@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loha.atomic import atomic_path
 from loha.errors import LohaError
@@ -93,8 +94,9 @@ class CheckpointFolder:
         }
         with atomic_path(path) as temporary:
             temporary.mkdir()
-            save_file({name: _plain(p) for name, p in trained.items()}, temporary / TENSORS_NAME)
-            save_file(_moments(trained, optimizer), temporary / MOMENTS_NAME)
+            tensors, moments = whole_tensors(trained, optimizer)
+            save_file(tensors, temporary / TENSORS_NAME)
+            save_file(moments, temporary / MOMENTS_NAME)
             (temporary / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
         for _, old in sorted(self._all())[: -self.keep_last]:
             shutil.rmtree(old)
@@ -172,6 +174,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
+def whole_tensors(
+    trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return CPU copies of parameters and moments by name; all ranks must ask for sharded ones, each gives a part."""
+    return {name: _plain(p) for name, p in trained.items()}, _moments(trained, optimizer)
+
+
 def _moments(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{moment}.{name}": _plain(optimizer.state[parameter][moment])
@@ -189,7 +198,7 @@ def _load_trained(path: Path, trained: Mapping[str, Tensor]) -> None:
         if tensors[name].shape != parameter.shape:
             got, expected = list(tensors[name].shape), list(parameter.shape)
             raise LohaError(f"{path}: {name} has shape {got}, the student has {expected}; was its rank changed?")
-        parameter.copy_(tensors[name])
+        parameter.copy_(_placed(tensors[name], parameter))
 
 
 def _load_moments(path: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -201,9 +210,18 @@ def _load_moments(path: Path, trained: Mapping[str, Tensor], optimizer: torch.op
         # AdamW wants its step count beside fused moments on the device, and on the CPU otherwise.
         fused = any(group.get("fused") for group in optimizer.param_groups)
         optimizer.state[parameter] = {
-            moment: tensor.to(parameter.device) if moment != "step" or fused else tensor
-            for moment, tensor in found.items()
+            "exp_avg": _placed(found["exp_avg"], parameter),
+            "exp_avg_sq": _placed(found["exp_avg_sq"], parameter),
+            "step": found["step"].to(parameter.device) if fused else found["step"],
         }
+
+
+def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a whole tensor as the parameter lies: on its device, and this rank's part of it where it is sharded."""
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader
 
 from acd.cache_teacher import DTYPES
@@ -21,6 +21,7 @@ from acd.rows import RowBuilder, StepData, TrainingRow
 from acd.run_folder import RunFolder
 from acd.targets import open_targets
 from acd.views import ViewBuilder
+from loha.errors import LohaError
 from loha.progress import note
 from loha.student import Student
 
@@ -64,6 +65,11 @@ def make_accelerator(config: Config) -> Accelerator:
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise LohaError(
+            f"accelerate is set up for {accelerator.distributed_type.value}, which this trainer does not use; launch "
+            "with one of configs/accelerate/, and shard with model.shard: true"
+        )
     set_seed(config.run.seed)
     return accelerator
 

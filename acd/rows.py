@@ -172,7 +172,14 @@ class StepData(Dataset[list[TrainingRow]]):
 
     def __getitem__(self, step: int) -> list[TrainingRow]:
         rows = self.plan.steps[step]
-        return [self.builder.build(rows[i]) for i in assign_rows(rows, self.world, self.limits)[self.rank]]
+        return [self.builder.build(rows[i]) for i in self._assigned(step)[self.rank]]
+
+    def most_rows(self, step: int) -> int:
+        """Return how many rows the rank with the most of them computes."""
+        return max(len(rows) for rows in self._assigned(step))
+
+    def _assigned(self, step: int) -> list[tuple[int, ...]]:
+        return assign_rows(self.plan.steps[step], self.world, self.limits)
 
 
 def pack_examples(examples: Sequence[Example]) -> Packed:

@@ -19,13 +19,15 @@ class AcdModel(nn.Module):
         student: to train.
         loss: directions and chunk.
         candidates: of a live teacher.
+        live: whether rows come with what a live teacher reads.
     """
 
-    def __init__(self, student: Student, loss: LossConfig, *, candidates: int) -> None:
+    def __init__(self, student: Student, loss: LossConfig, *, candidates: int, live: bool = False) -> None:
         super().__init__()
         self.student = student
         self.loss = loss
         self.candidates = candidates
+        self.live = live
         # DDP shall copy and watch only what trains: the frozen weights are the same file on every rank.
         frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
         self._ddp_params_and_buffers_to_ignore = frozen + [name for name, _ in self.named_buffers()]
@@ -34,10 +36,11 @@ class AcdModel(nn.Module):
         """Return [3], the summed losses in nats of distill, read-back and anchor, undivided.
 
         Args:
-            row: to compute; None when this rank has no row in the step, which still gives every parameter a gradient.
+            row: to compute; None when this rank has no more row in the step. Then a single token runs, with zero
+                gradients for every parameter: other ranks wait for them, and for this rank's part of sharded weights.
         """
         if row is None:
-            return _touch(self.student.trainable().values()).expand(3)
+            return self._nothing().expand(3)
         hidden_TD = self._hidden(row.packed)
         live = self._live_targets(row)
         sums = torch.stack(
@@ -51,6 +54,14 @@ class AcdModel(nn.Module):
             return sums
         # Without a latent the adapter would have no gradient, and DDP would wait for it.
         return sums + _touch(self.student.groups()["adapter"].values())
+
+    def _nothing(self) -> Tensor:
+        device = self.student.markers.device
+        token = Packed(torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long), (1,), ())
+        if self.live:
+            with self.student.patch_disabled():
+                self._hidden(token)
+        return 0.0 * self._hidden(token).sum().float() + _touch(self.student.trainable().values())
 
     def _hidden(self, packed: Packed) -> Tensor:
         embeds_TD = self.student.input_embeds(packed.token_ids_T, packed.regions)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from acd.checkpoint import Cursor, random_state, restore
+from acd.checkpoint import Cursor, random_state, restore, whole_tensors
 from acd.command import command_parser, parse_command, run_command
 from acd.config import Config, config_dict
 from acd.held_out import HeldOut
@@ -32,8 +32,10 @@ from acd.parts import Parts, load_parts, make_accelerator
 from acd.preemption import Preemption
 from acd.rows import TrainingRow
 from acd.run_folder import RunFolder
+from acd.sharding import is_sharded, no_sync, shard, whole, whole_value
 from acd.step import AcdModel
 from loha.progress import note, progress_bar
+from loha.student import Student
 
 
 def train(config: Config) -> None:
@@ -56,11 +58,8 @@ def _train(config: Config, preemption: Preemption) -> None:
     parts = load_parts(config, accelerator, folder)
     held_out = HeldOut(config, parts.student, accelerator)
 
-    # 2. Model and optimizer, wrapped by accelerate; learning rates are a function of the step, not a prepared scheduler
-    model, optimizer = accelerator.prepare(
-        AcdModel(parts.student, config.loss, candidates=config.teacher.candidates),
-        make_optimizer(parts.student, config.optimizer),
-    )
+    # 2. Model and optimizer, replicated or sharded; learning rates are a function of the step, not a prepared scheduler
+    model, optimizer = _prepare(config, accelerator, parts.student)
 
     # 3. Where it stands
     cursor = _resume(config, accelerator, folder, parts, optimizer)
@@ -70,11 +69,14 @@ def _train(config: Config, preemption: Preemption) -> None:
     model.train()
     log.start_clock()
     for step, rows in parts.steps(cursor.step):
-        whole = _whole_step(accelerator, rows, stop=preemption.requested)
-        if whole.stop:
+        step_of_all = _whole_step(accelerator, rows, stop=preemption.requested)
+        if step_of_all.stop:
             break
         rates = set_rates(optimizer, config.optimizer, step, parts.total_steps)
-        sums = _backward(model, rows, accelerator, _weights(whole.counts, config, accelerator))
+        work: list[TrainingRow | None] = list(rows) or [None]
+        if is_sharded(model):
+            work += [None] * (parts.data.most_rows(step) - len(work))
+        sums = _backward(model, work, accelerator, _weights(step_of_all.counts, config, accelerator))
         norm = accelerator.clip_grad_norm_(_trained(parts), config.optimizer.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
@@ -83,30 +85,43 @@ def _train(config: Config, preemption: Preemption) -> None:
             step_metrics(
                 step,
                 sums=accelerator.reduce(sums).tolist(),
-                counts=whole.counts,
+                counts=step_of_all.counts,
                 anchor_weight=config.loss.anchor_weight,
-                tokens=whole.tokens,
+                tokens=step_of_all.tokens,
                 seconds=log.seconds(),
-                grad_norm=float(norm),
+                grad_norm=whole_value(norm),
                 rates=rates,
             )
         )
         if held_out.due(cursor.step):
-            cursor = _evaluate(held_out, log, cursor, folder, parts)
+            with whole(model):
+                cursor = _evaluate(held_out, log, cursor, folder, parts)
         if config.run.checkpoint_every and cursor.step % config.run.checkpoint_every == 0:
-            _save(accelerator, folder, parts, optimizer, cursor)
+            _save(accelerator, folder, parts, optimizer, cursor, sharded=is_sharded(model))
         log.start_clock()
 
     # 5. What it leaves
     if not folder.checkpoints.holds(cursor.step):
-        _save(accelerator, folder, parts, optimizer, cursor)
+        _save(accelerator, folder, parts, optimizer, cursor, sharded=is_sharded(model))
     log.close()
+    with whole(model):
+        if accelerator.is_main_process and cursor.step >= parts.total_steps:
+            parts.student.save(folder.student)
     if accelerator.is_main_process and cursor.step >= parts.total_steps:
-        parts.student.save(folder.student)
         note(f"{folder.student}: the trained student; `loha export {folder.student} --out DIR` makes it servable")
     elif accelerator.is_main_process:
         note(f"ended by a signal after {cursor.step} of {parts.total_steps} steps; start again to go on")
     accelerator.end_training()
+
+
+def _prepare(config: Config, accelerator: Accelerator, student: Student) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Wrap the student for several processes, and make its optimizer."""
+    live = config.teacher.mode == "live"
+    model = AcdModel(student, config.loss, candidates=config.teacher.candidates, live=live)
+    if config.model.shard and accelerator.num_processes > 1:
+        shard(model, accelerator.device)
+        return model, accelerator.prepare(make_optimizer(student, config.optimizer))
+    return accelerator.prepare(model, make_optimizer(student, config.optimizer))
 
 
 class _WholeStep(NamedTuple):
@@ -136,15 +151,16 @@ def _weights(counts: tuple[int, int, int], config: Config, accelerator: Accelera
     return torch.tensor(terms, device=accelerator.device) * accelerator.num_processes
 
 
-def _backward(model: nn.Module, rows: Sequence[TrainingRow], accelerator: Accelerator, weights_3: Tensor) -> Tensor:
+def _backward(
+    model: nn.Module, rows: Sequence[TrainingRow | None], accelerator: Accelerator, weights_3: Tensor
+) -> Tensor:
     """Accumulate the gradients of this rank's rows and return the float64 sums of its terms.
 
-    Gradients travel between ranks once, after the last row. A rank without a row still takes part.
+    Gradients travel between ranks once, after the last row. A rank without a row takes part with None.
     """
     sums_3 = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    work: list[TrainingRow | None] = list(rows) or [None]
-    for index, row in enumerate(work):
-        with nullcontext() if index == len(work) - 1 else accelerator.no_sync(model):
+    for index, row in enumerate(rows):
+        with nullcontext() if index == len(rows) - 1 else no_sync(accelerator, model):
             row_sums_3 = model(row)
             accelerator.backward((row_sums_3 * weights_3).sum())
         sums_3 += row_sums_3.detach().double()
@@ -167,12 +183,20 @@ def _resume(
 
 
 def _save(
-    accelerator: Accelerator, folder: RunFolder, parts: Parts, optimizer: torch.optim.Optimizer, cursor: Cursor
+    accelerator: Accelerator,
+    folder: RunFolder,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer,
+    cursor: Cursor,
+    *,
+    sharded: bool,
 ) -> None:
-    """Write a checkpoint from the main process; every rank gives its random state."""
+    """Write a checkpoint from the main process; every rank gives its random state and its part of sharded tensors."""
     states = gather_object([random_state()])
     if accelerator.is_main_process:
         folder.checkpoints.save(cursor, parts.student.trainable(), _inner(optimizer), states)
+    elif sharded:
+        whole_tensors(parts.student.trainable(), _inner(optimizer))
     accelerator.wait_for_everyone()
 
 

@@ -91,6 +91,11 @@ def test_two_processes_equal_one_and_world_size_may_change(world: World, straigh
     assert finish(start_train(config, "--run.max-steps", "3", world=2)) == [0, 0]
     assert len(json.loads((checkpoint(folder, 3) / "state.json").read_text())["random_states"]) == 2
     assert finish(start_train(config)) == [0]
+    assert_same_steps(folder, straight)
+
+
+def assert_same_steps(folder: Path, straight: Path) -> None:
+    """Losses, counts and gradient norms of every step, and the trained tensors at the end."""
     got, want = steps(folder), steps(straight)
     assert len(got) == len(want) == STEPS
     for a, b in zip(got, want, strict=True):
@@ -102,6 +107,21 @@ def test_two_processes_equal_one_and_world_size_may_change(world: World, straigh
         torch.testing.assert_close(
             load_file(checkpoint(folder, STEPS) / "trained.safetensors")[name], tensor, atol=TWO_PROCESS_TENSORS, rtol=0
         )
+
+
+def test_sharded_equals_replicated(world: World, straight: Path) -> None:
+    """FSDP2 on two processes, stopped and resumed, against one process; the last steps go on unsharded."""
+    config, folder = run_config(world, "sharded"), world.root / "sharded"
+    held_out = ("--data.held-out", str(world.trajectories), "--data.held-out-limit", "1", "--run.evaluate-every", "2")
+    for last in ("2", "4"):
+        words = ("--model.shard", "--run.max-steps", last, *held_out)
+        assert finish(start_train(config, *words, world=2)) == [0, 0]
+    assert json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["step"] == 4
+    first = load_file(folder / "student" / "reading.safetensors")
+    saved = load_file(checkpoint(folder, 4) / "trained.safetensors")
+    assert torch.equal(first["adapter.fc1.weight"], saved["adapter.fc1.weight"])
+    assert finish(start_train(config)) == [0]
+    assert_same_steps(folder, straight)
 
 
 def test_killed_cache_keeps_its_shards(world: World) -> None:
