@@ -46,7 +46,7 @@ class Options:
     """At a time."""
 
     megabytes: int = 10
-    """Size of the largest bodies."""
+    """Size of the largest bodies; the numbers of observations and of control tokens shrink with it below 10."""
 
     pid: int | None = None
     """Of `loha serve`: its memory and that of its children is reported."""
@@ -204,10 +204,15 @@ Send = Callable[[httpx.AsyncClient], Any]
 def _hostile(model: str, number: int, options: Options) -> tuple[str, Send]:
     """Return the kind of the attack's request and how it is sent."""
     rng = random.Random(options.seed * 1_000_003 + number)
-    kinds = [_wrong_type, _odd_options, _odd_sampling, _flood, _many, _deep, _broken, _hang_up, _shapes]
     if number % 25 == 0:
         return "large body", _large(model, rng, options.megabytes)
-    make = kinds[number % len(kinds)]
+    scale = min(1.0, options.megabytes / 10)
+    sized = {"flood": _flood, "many": _many}
+    kinds = [_wrong_type, _odd_options, _odd_sampling, _deep, _broken, _hang_up, _shapes]
+    if (which := number % (len(sized) + len(kinds))) < len(sized):
+        kind, make_sized = list(sized.items())[which]
+        return kind, make_sized(model, rng, scale)
+    make = kinds[which - len(sized)]
     return make.__name__.strip("_").replace("_", " "), make(model, rng)
 
 
@@ -276,15 +281,15 @@ def _odd_sampling(model: str, rng: random.Random) -> Send:
     return _post(_chat(model, "x" * 300, loha={"k": 0, "polling": 1}, **more))
 
 
-def _flood(model: str, rng: random.Random) -> Send:
-    text = CONTROL * rng.choice([1, 100, 3000])
+def _flood(model: str, rng: random.Random, scale: float) -> Send:
+    text = CONTROL * rng.choice([1, 100, int(3000 * scale)])
     body = _chat(model, text, loha={"k": rng.choice([0, "inf"]), "polling": 1})
     body["messages"][0]["content"] = text[: rng.choice([10, 10**6])]
     return _post(body, route=rng.choice((ROUTES[0], ROUTES[3])))
 
 
-def _many(model: str, rng: random.Random) -> Send:
-    count = rng.choice([1000, 5000])
+def _many(model: str, rng: random.Random, scale: float) -> Send:
+    count = int(rng.choice([1000, 5000]) * scale)
     size = rng.choice([1, 10, 130])
     body = _chat(model, "x")
     body["messages"] += [{"role": "tool", "tool_call_id": "c", "content": f"{i} " * size} for i in range(count)]

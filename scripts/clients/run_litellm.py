@@ -15,6 +15,7 @@ import urllib.request
 from typing import Any
 
 import litellm
+from scripted_model import bash_call
 
 WORDS = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(20))
 TOOL = {
@@ -25,7 +26,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-CALL = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+COMMAND = '{"command": "ls"}'
+CALL = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": COMMAND}}
 HISTORY = [
     {"role": "user", "content": "task"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -49,8 +51,8 @@ def main() -> int:
 
     body = ask(extra_body=LATENT)
     named = ask(f"{name}:k0p1")
-    forced = {"type": "function", "function": {"name": "bash"}}
-    called = ask(extra_body=LATENT, tools=[TOOL], tool_choice=forced).choices[0].message.tool_calls
+    said = {"structured_outputs": {"choice": [bash_call("Let me look.", "ls")]}}  # any weights can say it
+    called = ask(extra_body=LATENT | said, tools=[TOOL], max_tokens=200).choices[0].message.tool_calls
     chunks = list(ask(extra_body=LATENT, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     flood = [{"role": "user", "content": WORDS * (card["max_model_len"] // 20)}]
@@ -59,7 +61,7 @@ def main() -> int:
         "name_equals_extra_body": named.choices[0].message.content == body.choices[0].message.content
         and named.usage.model_dump()["loha"]["context_tokens"] == body.usage.model_dump()["loha"]["context_tokens"],
         "stream_equals_whole": streamed == body.choices[0].message.content,
-        "forced_call": [call.function.name for call in called] == ["bash"],
+        "tool_call": [(call.function.name, call.function.arguments) for call in called] == [("bash", COMMAND)],
         "overflow": raised(lambda: ask(messages=flood)),
         "impossible_k": raised(lambda: ask(extra_body={"loha": {"k": -1}})),
         "unknown_suffix": raised(lambda: ask(f"{name}:k-1")),
