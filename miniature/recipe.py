@@ -28,8 +28,8 @@ class Plan:
     reconstruction: Phase
     reading: tuple[Phase, ...]
     lclm: tuple[Phase, ...]
-    full_share: float = 0.15
-    mixed_share: float = 0.25
+    full_share: float = 0.2
+    mixed_share: float = 0.3
     eval_groups: int = 4
     eval_rows: int = 8
 
@@ -50,7 +50,7 @@ FULL = Plan(
         Phase(steps=300, batch=24, pages=(1, 4), lr=3e-3, target=0.95, rounds=3),
         Phase(steps=200, batch=8, pages=(2, 16), lr=2e-3, target=0.98, rounds=2),
     ),
-    lclm=(Phase(steps=350, batch=5, pages=(3, 16), lr=1.5e-3),),
+    lclm=(Phase(steps=600, batch=5, pages=(3, 16), lr=1.5e-3),),
 )
 QUICK = Plan(
     recall=((4, 24, 0.5, Phase(steps=2, batch=2)),),
