@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
-import sys
 from collections.abc import Callable, Sequence
 
 from acd.config import Config, load_config
-from loha.console import err
-from loha.errors import LohaError
+from loha.command_line import OneLineParser, run_reporting
 from loha.student import encoder_folder
 from loha.student_files import StudentConfig, read_student_config
 
 
 def command_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser that knows `--config`; a command adds its own options."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=prog,
         description=description,
         epilog="Any key of the configuration can be overridden: --optimizer.lr-patch 5e-5 --run.output-dir runs/b",
@@ -35,15 +32,7 @@ def parse_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 def run_command(function: Callable[[], int | None]) -> int:
     """Call a command; user errors become one line on standard error and status 2."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    try:
-        return function() or 0
-    except (LohaError, OSError) as error:
-        err(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        err("interrupted")
-        return 130
+    return run_reporting(function)
 
 
 def student_config(config: Config) -> StudentConfig:

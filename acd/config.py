@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from acd.readback import Kind, ReadBackRule
+from loha.command_line import parse_options
 from loha.errors import LohaError
 
 Direction = Literal["forward", "reverse"]
@@ -234,6 +234,9 @@ class RunConfig:
     evaluate_every: int = 0
     """Optimizer steps between evaluations on `data.held_out`; 0 evaluates never. The best student is kept."""
 
+    probe_turns: int = 0
+    """Turns of each held-out trajectory at which an evaluation lets the student reply, and checks its tool call."""
+
     resume: bool = True
     """Go on from the newest checkpoint in output_dir when there is one."""
 
@@ -272,6 +275,8 @@ class Config:
         ):
             if value < 1:
                 raise LohaError(f"{where} must be at least 1, got {value}")
+        if self.run.probe_turns < 0:
+            raise LohaError(f"run.probe_turns must be at least 0, got {self.run.probe_turns}")
         if not self.views.latent_k or min(self.views.latent_k) < 0:
             raise LohaError(f"views.latent_k must hold whole numbers of at least 0, got {list(self.views.latent_k)}")
         for name in ("latent_share", "full_share"):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
+from loha.command_line import parse_options, run_reporting
 from loha.console import err, out
-from loha.errors import LohaError
 
 # Strings, so that `loha --help` imports neither torch nor vllm, and `loha` does not depend on `serving`.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -33,9 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one subcommand and exit: 0 on success, 2 when the user gave something wrong."""
     args = list(sys.argv[1:] if argv is None else argv)
     words = _match(args)
-    if words is None:
+    if words is None and (not args or args[0] in ("-h", "--help")):
         out(usage())
-        sys.exit(0 if not args or args[0] in ("-h", "--help") else 2)
+        sys.exit(0)
+    if words is None:
+        err(f"error: {_unknown(args)}")
+        sys.exit(2)
     target, _ = COMMANDS[words]
     sys.exit(run_main(_load(target), args[len(words) :], prog="loha " + " ".join(words)))
 
@@ -51,19 +54,9 @@ def run_main(function: Callable[[Any], int | None], args: Sequence[str], *, prog
     Returns:
         The exit status.
     """
-    import tyro
-
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     hints = get_type_hints(function, include_extras=True)
     options_type = next(hint for name, hint in hints.items() if name != "return")
-    try:
-        return function(tyro.cli(options_type, args=args, prog=prog, description=function.__doc__)) or 0
-    except (LohaError, OSError) as error:
-        err(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        err("interrupted")
-        return 130
+    return run_reporting(lambda: function(parse_options(options_type, args, prog=prog, description=function.__doc__)))
 
 
 def usage() -> str:
@@ -78,6 +71,19 @@ def _match(args: Sequence[str]) -> tuple[str, ...] | None:
         if tuple(args[:length]) in COMMANDS:
             return tuple(args[:length])
     return None
+
+
+def _unknown(args: Sequence[str]) -> str:
+    """Say that there is no such command, and which one may have been meant."""
+    known = [" ".join(words) for words in COMMANDS]
+    families = [words for words in known if words.split()[0] == args[0]]
+    near = (
+        families
+        or difflib.get_close_matches(" ".join(args[:2]), known, n=1)
+        or difflib.get_close_matches(args[0], known, n=1)
+    )
+    hint = f"did you mean loha {' or loha '.join(near)}? " if near else ""
+    return f"there is no command loha {' '.join(args[:2] if families else args[:1])}; {hint}see loha --help"
 
 
 def _load(target: str) -> Callable[[Any], int | None]:

@@ -112,3 +112,34 @@ def test_help_of_a_command_explains_its_options(capsys: pytest.CaptureFixture[st
     status, out, _ = run(capsys, "render", "--help")
     assert status == 0
     assert "newest observations stay text" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("-m loha render --kk 3", "--tokenizer PATH, --trajectory PATH; Unrecognized options: --kk, 3"),
+        ("-m loha serve x --view foo", "invalid choice 'foo' for argument '--view'"),
+        ("-m acd.cache_teacher --config configs/miniature.yaml --optimizer.lr-ptch 1", "--optimizer.lr-ptch"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_of_a_real_process(command: str, complaint: str) -> None:
+    ended = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ") and complaint in line and line.endswith("--help")
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("init --base a --lclm b --out c --rank three", "--rank: invalid literal for int() with base 10: 'three'; see"),
+        ("export a --out b --oot c", "Unrecognized options: --oot, c; Perhaps you meant: --out PATH; see loha export"),
+        ("data slect x", "no command loha data slect; did you mean loha data import or loha data select?"),
+        ("exprt x", "no command loha exprt; did you mean loha export?"),
+    ],
+)
+def test_a_bad_command_line_is_one_line(command: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *command.split())
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and complaint in line
