@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +21,8 @@ from loha.errors import LohaError
 
 BIN = Path(sys.executable).parent
 REPOSITORY = Path(__file__).resolve().parent.parent
+READY = "ready: "
+"""How `loha serve` begins the line that it prints when its server may be used."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Story:
 
     @contextmanager
     def server(self, text: str, *command: str | Path, log: Path, wait_s: float = 300.0) -> Iterator[str]:
-        """Start a server on a free port, wait until it is ready, yield its base URL, stop it.
+        """Start a server on a free port, wait until it says `ready:`, yield its base URL, stop it.
 
         Args:
             text: what the server is for.
@@ -112,7 +112,7 @@ class Story:
                 env=os.environ | self.variables,
             )
             try:
-                _wait(f"http://127.0.0.1:{port}/health", process, log, wait_s)
+                wait_ready(process, log, wait_s)
                 self.seconds[text] = time.monotonic() - began
                 yield f"http://127.0.0.1:{port}/v1"
             finally:
@@ -158,16 +158,22 @@ def stop(process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path, wait_s: float) -> None:
+def wait_ready(process: subprocess.Popen[bytes], log: Path, wait_s: float) -> None:
+    """Wait until a launcher says in its log that it has checked its server and opened it.
+
+    The server's own /health answers earlier: as soon as the engine runs, whatever the launcher finds out then.
+
+    Raises:
+        LohaError: when the process ends first, or not in time; names the log.
+    """
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            tail = "\n".join(log.read_text().splitlines()[-20:])
-            raise LohaError(f"the server stopped with exit status {process.returncode}; see {log}\n{tail}")
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1.0)
+        ended = process.poll()
+        lines = log.read_text(errors="replace").splitlines()
+        if ended is not None:
+            tail = "\n".join(lines[-20:])
+            raise LohaError(f"the server stopped with exit status {ended} before it was ready; see {log}\n{tail}")
+        if any(line.startswith(READY) for line in lines):
+            return
+        time.sleep(0.5)
     raise LohaError(f"the server was not ready after {wait_s:.0f} s; see {log}")
