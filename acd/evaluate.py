@@ -27,6 +27,7 @@ from acd.command import command_parser, parse_command, run_command
 from acd.config import Config
 from acd.corpus import Corpus
 from acd.loss import Targets, certain_targets, score
+from acd.probe import ProbeCounts, ProbeRule, probe
 from acd.readback import ReadBackRule
 from acd.rows import Packed, pack_examples, starts_of
 from acd.scores import Answer, Scores, answer_report, table_rows
@@ -53,6 +54,8 @@ class EvaluationRule:
     """Evaluate only so many turns of each trajectory, drawn at random but the same for every K."""
     readback: ReadBackRule | None = None
     """Also ask read-back questions at K = 0."""
+    probe: ProbeRule | None = None
+    """Also let the student reply greedily at recorded positions."""
     candidates: int = 64
     chunk: int = 256
     tokens_per_row: int = 8192
@@ -66,6 +69,9 @@ class _History:
     example: Example
     """Its states, ids and turn lengths are those of the scored turns alone."""
     targets: Targets
+
+
+Sums = tuple[Mapping[int | None, Scores], Sequence[Answer], Mapping[int | None, ProbeCounts]]
 
 
 class Evaluator:
@@ -84,6 +90,7 @@ class Evaluator:
         self.patch = patch
         self.scores: dict[int | None, Scores] = {k: Scores() for k in rule.ks}
         self.answers: list[Answer] = []
+        self.probes = _no_probes(rule)
 
     @torch.no_grad()
     def add(self, trajectory: Trajectory) -> None:
@@ -97,15 +104,27 @@ class Evaluator:
                 self.scores[k].add(self._score(row))
         if self.rule.readback:
             self._ask(trajectory, self.rule.readback)
+        if self.rule.probe:
+            with nullcontext() if self.patch else self.student.patch_disabled():
+                for k, counts in self.probes.items():
+                    rule = self.rule.probe
+                    counts.add(probe(self.student, self.renderer, trajectory, rule, k=k, view=self.rule.view))
 
-    def merge(self, parts: Iterable[tuple[Mapping[int | None, Scores], Sequence[Answer]]]) -> None:
+    def parts(self) -> Sums:
+        """Return this rank's own sums, for `merge`."""
+        return self.scores, self.answers, self.probes
+
+    def merge(self, parts: Iterable[Sums]) -> None:
         """Take the sums of all ranks in place of this rank's own."""
         self.scores = {k: Scores() for k in self.rule.ks}
         self.answers = []
-        for scores, answers in parts:
+        self.probes = _no_probes(self.rule)
+        for scores, answers, probes in parts:
             self.answers += answers
             for k, sums in scores.items():
                 self.scores[k].add(sums)
+            for k, counts in probes.items():
+                self.probes[k].add(counts)
 
     def report(self) -> dict[str, Any]:
         """Return means by K, the drift where inf is among them, and the read-back results."""
@@ -115,6 +134,8 @@ class Evaluator:
             report["drift"] = by_k["inf"]["kl"]
         if self.rule.readback:
             report["read_back"] = answer_report(self.answers)
+        if self.rule.probe:
+            report["tool_calls"] = {format_k(k): counts.report() for k, counts in self.probes.items()}
         return report
 
     # -- histories --------------------------------------------------------------------------------------------
@@ -203,6 +224,10 @@ class Evaluator:
         return self.student(packed.token_ids_T, packed.regions, packed.position_ids_1T, packed.lengths)[0]
 
 
+def _no_probes(rule: EvaluationRule) -> dict[int | None, ProbeCounts]:
+    return {k: ProbeCounts() for k in rule.probe.ks} if rule.probe else {}
+
+
 def _rows(histories: Iterable[_History], capacity: int) -> Iterator[list[_History]]:
     """Group histories in order into rows of at most `capacity` positions, or one history."""
     row: list[_History] = []
@@ -267,16 +292,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--turns", type=int, help="evaluate so many turns of each trajectory")
     parser.add_argument("--patch", choices=("on", "off"), default="on", help="off: the base on the student's latents")
+    parser.add_argument(
+        "--probe", type=int, default=0, metavar="N", help="greedy replies at N turns of each trajectory"
+    )
     parser.add_argument("--read-back", action="store_true", help="also ask read-back questions at K = 0")
     options, config = parse_command(parser, argv)
     if options.turns is not None and options.turns < 1:
         raise LohaError(f"--turns must be at least 1, got {options.turns}")
+    if options.probe < 0:
+        raise LohaError(f"--probe must be at least 0, got {options.probe}")
+    ks = tuple(parse_k(k) for k in options.k)
     rule = EvaluationRule(
-        ks=tuple(parse_k(k) for k in options.k),
+        ks=ks,
         polling=parse_polling(options.polling),
         view=options.view,
         turns=options.turns,
         readback=config.readback.rule() if options.read_back else None,
+        probe=ProbeRule(turns=options.probe, ks=ks) if options.probe else None,
         candidates=config.teacher.candidates,
         chunk=config.loss.chunk,
     )

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from acd.config import Config
 from acd.corpus import Corpus
 from acd.evaluate import EvaluationRule, Evaluator
+from acd.probe import ProbeRule
 from loha.errors import LohaError
 from loha.student import Student
 
@@ -33,6 +34,7 @@ class HeldOut:
         self.anchor_weight = config.loss.anchor_weight
         self.rule = EvaluationRule(
             readback=config.readback.rule() if config.readback.share else None,
+            probe=ProbeRule(turns=config.run.probe_turns) if config.run.probe_turns else None,
             candidates=config.teacher.candidates,
             chunk=config.loss.chunk,
         )
@@ -55,7 +57,7 @@ class HeldOut:
         mine = self.corpus.entries()[self.accelerator.process_index :: self.accelerator.num_processes]
         for entry in mine:
             evaluator.add(self.corpus[entry.id])
-        evaluator.merge(gather_object([(evaluator.scores, evaluator.answers)]))
+        evaluator.merge(gather_object([evaluator.parts()]))
         self.student.train()
         report = evaluator.report()
         return report | {"loss": report["k"]["0"]["kl"] + self.anchor_weight * report["drift"]}

@@ -22,6 +22,7 @@ from typing import Any
 
 from acd.compare import compare_runs
 from acd.config import load_config
+from acd.metrics import METRICS_NAME, read_lines
 from acd.teacher_cache import SHARD_GLOB
 from loha.cli import run_main
 from loha.console import err, out
@@ -43,13 +44,13 @@ class Options:
     kills: int = 10
     """Of caching, and as many of training."""
 
-    trajectories: int = 96
+    trajectories: int = 48
     """Used of the file."""
 
-    per_shard: int = 6
+    per_shard: int = 3
     """Trajectories of a shard."""
 
-    steps: int = 16
+    steps: int = 14
     """Optimizer steps; a checkpoint after each."""
 
     seed: int = 0
@@ -63,60 +64,82 @@ def main(options: Options) -> int:
     CONTEXT.set_forkserver_preload(["acd.train", "acd.cache_teacher"])
     load_config(options.config)
     rng = random.Random(options.seed)
-    caching = repeat(lambda name: start(_cache, options, name), options, rng, "caching")
+    caching = repeat(
+        lambda name: start(_cache, options, name),
+        lambda name: len(list((options.out / f"cache-{name}").glob(SHARD_GLOB))),
+        options,
+        rng,
+        "caching",
+    )
     shards = compare_shards(options.out / "cache-straight", options.out / "cache-killed", caching["written"])
-    training = repeat(lambda name: start(_train, options, name), options, rng, "training")
+    training = repeat(
+        lambda name: start(_train, options, name),
+        lambda name: len(read_lines(options.out / f"run-{name}" / METRICS_NAME)),
+        options,
+        rng,
+        "training",
+    )
     runs = compare_runs(options.out / "run-straight", options.out / "run-killed")
     same_run = runs["first"] is None and not any(runs["steps_only_in"].values()) and not runs["tensors"]["different"]
     leftovers = [str(path) for path in options.out.rglob(".*")]
     same = shards["same"] and not shards["written_twice"] and same_run and not leftovers
     result = {
         "same": same,
-        "kills": {"caching": caching["kills"], "training": training["kills"]},
+        "kills": {"caching": len(caching["kills"]), "training": len(training["kills"])},
         "shards": shards,
         "steps": runs["steps"],
         "tensors": runs["tensors"],
         "first_difference": runs["first"],
         "leftovers": leftovers,
-        "kill_times_s": {"caching": caching["times"], "training": training["times"]},
+        "units_done_at_kills": {"caching": caching["kills"], "training": training["kills"]},
     }
     out(json.dumps(result))
     return 0 if same else 1
 
 
-def repeat(begin: Callable[[str], BaseProcess], options: Options, rng: random.Random, what: str) -> dict[str, Any]:
+def repeat(
+    begin: Callable[[str], BaseProcess],
+    done_units: Callable[[str], int],
+    options: Options,
+    rng: random.Random,
+    what: str,
+) -> dict[str, Any]:
     """Run a command to its end, then again with kills at random times, until it ends by itself.
 
+    A kill comes after 0, 1 or 2 more units of work (shards, optimizer steps) and a random part of the next.
+
     Returns:
-        The number of kills that hit a living process, their times after the start, and the modification time of each
-        shard when it was first seen.
+        The kills with the units done by then, and the modification time of each shard when it was first seen.
     """
     straight = begin("straight")
     began = time.monotonic()
     straight.join()
     if straight.exitcode:
         raise LohaError(f"{what} failed without a kill: exit status {straight.exitcode}")
-    seconds = time.monotonic() - began
-    err(f"{what}: {seconds:.1f} s without a kill")
-    done, times, written = 0, [], {}
+    unit_s = (time.monotonic() - began) / max(1, done_units("straight"))
+    kills: list[int] = []
+    written: dict[str, int] = {}
     while True:
         process = begin("killed")
-        # On average less work between kills than a kills-th of all, so that the kills do not run out of work.
-        wait = rng.uniform(0.1, 1.6 * seconds / options.kills) if done < options.kills else None
-        began = time.monotonic()
-        process.join(wait)
-        if process.is_alive() and process.pid:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
+        if len(kills) < options.kills:
+            _wait_for_units(process, done_units, done_units("killed") + rng.choice((0, 1, 1, 2)))
+            process.join(rng.uniform(0, unit_s))
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGKILL)
+        process.join()
         for path in (options.out / "cache-killed").glob(SHARD_GLOB):
             written.setdefault(path.name, path.stat().st_mtime_ns)
         if process.exitcode == 0:
-            return {"kills": done, "times": times, "written": written}
+            return {"kills": kills, "written": written}
         if process.exitcode != -signal.SIGKILL:
-            raise LohaError(f"{what} failed after {done} kills: exit status {process.exitcode}")
-        done += 1
-        times.append(round(time.monotonic() - began, 2))
-        err(f"{what}: kill {done} after {times[-1]} s, {len(written)} shards so far")
+            raise LohaError(f"{what} failed after {len(kills)} kills: exit status {process.exitcode}")
+        kills.append(done_units("killed"))
+        err(f"{what}: kill {len(kills)} after {kills[-1]} units of work")
+
+
+def _wait_for_units(process: BaseProcess, done_units: Callable[[str], int], target: int) -> None:
+    while process.is_alive() and done_units("killed") < target:
+        time.sleep(0.02)
 
 
 def compare_shards(straight: Path, killed: Path, written: dict[str, int]) -> dict[str, Any]:

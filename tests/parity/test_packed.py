@@ -15,6 +15,7 @@ from acd.plan import view_rule
 from acd.rows import RowBuilder, TargetSource
 from acd.step import AcdModel
 from acd.targets import open_targets
+from acd.train import _backward, _weights
 from acd.views import ViewBuilder
 from tests.acd_world import World, make_world
 from tests.tolerances import PACKED_GRADIENT, PACKED_LOSS
@@ -76,6 +77,23 @@ def test_packed_equals_separate(world: World, model: AcdModel, training: bool) -
     separate = run(model, rows, [(piece,) for piece in all_pieces])
     assert_same(run(model, rows, [tuple(all_pieces)]), separate)
     assert_same(run(model, rows, [tuple(all_pieces[::2]), tuple(all_pieces[1::2])]), separate)
+
+
+def test_eight_rows_of_one_piece_equal_one_row_of_eight(world: World, model: AcdModel) -> None:
+    """Accumulation over eight micro-steps, with a step's own counts as divisors, gives the gradient of one."""
+    config = world.config(run={"epochs": 2})
+    rows = builder(world, model, config)
+    eight = (pieces(rows) + pieces(rows, epoch=1))[:8]
+    assert len(eight) == 8
+    steps = []
+    for packed in ([tuple(eight)], [(piece,) for piece in eight]):
+        model.zero_grad()
+        built = [rows.build(row) for row in packed]
+        counts = tuple(sum(column) for column in zip(*(row.counts() for row in built), strict=True))
+        accelerator = make_accelerator(config)
+        sums = _backward(model.train(), built, accelerator, _weights(counts, config, accelerator))
+        steps.append((sums, {n: p.grad.clone() for n, p in model.student.trainable().items() if p.grad is not None}))
+    assert_same(steps[1], steps[0])
 
 
 def test_checkpointing_changes_nothing(world: World, model: AcdModel) -> None:

@@ -24,7 +24,9 @@ def test_every_configuration_loads(path: Path, tmp_path: Path) -> None:
     if path.parent.name == "accelerate":
         from accelerate.commands.config.config_args import load_config_from_file
 
-        assert load_config_from_file(str(path)).num_processes >= 1
+        launch = load_config_from_file(str(path))
+        assert launch.num_processes % launch.num_machines == 0 and launch.mixed_precision == "no"
+        assert str(launch.distributed_type).rpartition(".")[2] in ("NO", "MULTI_GPU"), "what the trainer knows"
         return
     config = load_config(path)
     (tmp_path / "again.yaml").write_text(config_yaml(config))

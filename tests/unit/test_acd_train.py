@@ -51,6 +51,7 @@ def run(world: World) -> Path:
             "max_steps": STEPS,
             "checkpoint_every": 5,
             "evaluate_every": STEPS // 2,
+            "probe_turns": 1,
             "trackers": ["tensorboard"],
         },
         packing={"tokens_per_row": 2600, "tokens_per_step": 5200},
@@ -97,6 +98,7 @@ def test_what_a_run_leaves(run: Path, world: World) -> None:
     assert [line["step"] for line in evaluations] == [6, 12]
     assert evaluations[1]["k"]["0"]["kl"] < evaluations[0]["k"]["0"]["kl"]
     assert (run / "best" / "student.json").is_file()
+    assert {k: probe["asked"] for k, probe in evaluations[1]["tool_calls"].items()} == {"0": 1, "inf": 1}
 
 
 def test_everything_trained_has_moved(run: Path, world: World) -> None:
@@ -147,13 +149,14 @@ def test_cache_of_another_template(run: Path, world: World, tmp_path: Path) -> N
 def test_evaluation_command(run: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
     config = world.write_config("evaluate", data={"held_out": str(world.trajectories), "held_out_limit": 2})
     words = ["--config", str(config), "--student", str(run / "student"), "--k", "0", "1", "3", "inf"]
-    assert run_command(lambda: evaluate.main([*words, "--turns", "2", "--read-back"])) == 0
+    assert run_command(lambda: evaluate.main([*words, "--turns", "2", "--read-back", "--probe", "2"])) == 0
     *table, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
     assert list(report["k"]) == ["0", "1", "3", "inf"] and len(table) == 5
     assert {r["turns"] for r in report["k"].values()} == {4}
     assert len({r["positions"] for r in report["k"].values()}) == 1
     assert report["drift"] == report["k"]["inf"]["kl"] > 0
+    assert {k: probe["asked"] for k, probe in report["tool_calls"].items()} == dict.fromkeys(report["k"], 4)
     assert run_command(lambda: evaluate.main([*words[:-1], "three"])) == 2
     assert "K must be 0, 1, 2, ... or inf" in capsys.readouterr().err
 
