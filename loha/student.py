@@ -204,6 +204,9 @@ class Student(nn.Module):
         self.decoder.gradient_checkpointing_enable(
             {"use_reentrant": False}, offload=offload and torch.cuda.is_available()
         )
+        # transformers makes embeddings ask for gradients, which only reentrant checkpoints need: the first layer would
+        # compute a gradient of its input that nothing uses.
+        self.decoder.disable_input_require_grads()
         for module in self.decoder.modules():
             if isinstance(module, LeanMLP):
                 module.chunks = mlp_chunks

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -44,6 +46,33 @@ def test_gradients_equal_the_stock_layers(chunks: int) -> None:
 def test_swiglu_gradient() -> None:
     gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(_SwiGLU.apply, (gate, up))
+
+
+class _Buffers(TorchDispatchMode):
+    """Counts the results that got storage of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, torch.Tensor] = {}  # holds them, so that no storage is used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {a.data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.data_ptr() not in known:
+            self.seen[result.data_ptr()] = result
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_has_the_plain_formula_s_bits_in_two_buffers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up, grad = (torch.randn(47, 123).to(dtype) * 3 for _ in range(3))
+    expected = torch.ops.aten.silu_backward(grad * up, gate), grad * torch.nn.functional.silu(gate)
+    output = _SwiGLU.apply(gate.requires_grad_(True), up.requires_grad_(True))
+    with _Buffers() as buffers:
+        got = torch.autograd.grad(output, [gate, up], grad)
+    assert all(map(torch.equal, got, expected))
+    assert len(buffers.seen) == 2
 
 
 def test_other_activations_are_left_alone() -> None:

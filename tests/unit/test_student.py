@@ -150,6 +150,7 @@ def test_gradients_packed_with_checkpointing_equal_plain_ones(student: Student) 
     student.train()
     plain = gradients()
     student.enable_checkpointing(mlp_chunks=3)
+    assert not student.input_embeds(ids(), []).requires_grad, "nothing before the first layer trains"
     checkpointed = gradients()
     assert set(plain) == {name for name in student.trainable() if not name.startswith("adapter.")}
     for name, gradient in plain.items():
