@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     torch.manual_seed(options.seed)
     config = load_config(options.config)
     student = load_student(config, torch.device("cpu"))
-    corpus = Corpus(config.data.trajectories)
+    corpus = Corpus(config.data.trajectories, limit=config.data.limit)
     views = ViewBuilder(student.renderer(), view_rule(config))
     rows = RowBuilder(corpus, views, open_targets(config, student.config, student.renderer()))
     pieces = shortest(corpus, views, options.tokens)
