@@ -94,7 +94,7 @@ async def attack(options: Options) -> Report:
     """
     report = Report()
     limits = httpx.Limits(max_connections=options.connections)
-    async with httpx.AsyncClient(base_url=options.base_url, timeout=600.0, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=options.base_url, timeout=1800.0, limits=limits) as client:
         model = (await served_model(client, "/v1/models")).name
         honest = [_honest(model, number) for number in range(8)]
         expected = [await _reply(client, body) for body in honest]
@@ -168,7 +168,16 @@ async def _afterwards(
 
 
 async def _reply(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
-    response = await client.post(ROUTES[0], json=body)
+    for _ in range(3):
+        try:
+            response = await client.post(ROUTES[0], json=body)
+            break
+        except httpx.RemoteProtocolError:
+            continue  # the server had closed the connection that was to be used again
+        except httpx.TransportError as error:
+            return f"no answer: {error!r}"
+    else:
+        return "no answer in three tries"
     if response.status_code != 200:
         return f"HTTP {response.status_code}: {response.text[:200]}"
     answer = response.json()
@@ -204,7 +213,7 @@ Send = Callable[[httpx.AsyncClient], Any]
 def _hostile(model: str, number: int, options: Options) -> tuple[str, Send]:
     """Return the kind of the attack's request and how it is sent."""
     rng = random.Random(options.seed * 1_000_003 + number)
-    if number % 25 == 0:
+    if number % 100 == 0:
         return "large body", _large(model, rng, options.megabytes)
     scale = min(1.0, options.megabytes / 10)
     sized = {"flood": _flood, "many": _many}
