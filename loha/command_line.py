@@ -15,7 +15,7 @@ from loha.console import err
 from loha.errors import LohaError
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_RULE = re.compile(r"─{10,}")
+_RULE = re.compile(r"[─-]{10,}")
 _NAME, _EXPLANATION = 4, 8  # how far tyro indents the name of an option, and its help text
 _UNWANTED = ("For full helptext", "Argument helptext")
 
@@ -62,7 +62,10 @@ def parse_options(kind: type, args: Sequence[str], *, prog: str, description: st
 
 
 def in_one_line(box: str) -> str:
-    """Return what tyro's framed error says, without the frame and the help texts."""
+    """Return what tyro's error says, without its title, frame and help texts.
+
+    Where the output is UTF-8 the title is part of a frame, elsewhere a section of its own.
+    """
     sections = [""]
     for line in _ANSI.sub("", box).splitlines():
         text = line.strip("│").rstrip()
@@ -73,6 +76,8 @@ def in_one_line(box: str) -> str:
             # Names of options stand indented on lines of their own; other lines are one text, wrapped.
             comma = indent >= _NAME and sections[-1] and not sections[-1].endswith(":")
             sections[-1] += (", " if comma else " ") + text.strip()
+    if not _ANSI.sub("", box).lstrip().startswith("╭"):
+        del sections[0]
     told = [section.strip() for section in sections if section and not section.strip().startswith(_UNWANTED)]
     return "; ".join(told).removesuffix(".") or "bad options"
 
