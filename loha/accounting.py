@@ -169,19 +169,6 @@ class ArmColumns:
         return asdict(self)
 
 
-def trajectory_columns(calls: Sequence[CallRecord], models: Models | None = None) -> Columns:
-    """Return the columns of one trajectory.
-
-    Args:
-        calls: its records, any order.
-        models: for the operations; None leaves those columns out.
-
-    Raises:
-        LohaError: when there are no calls.
-    """
-    return _columns(calls, 1, models)
-
-
 def arm_columns(
     trajectories: Sequence[Sequence[CallRecord]],
     *,

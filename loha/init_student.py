@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,16 @@ from loha.decoder import is_projection
 from loha.encoder import EncoderSettings
 from loha.errors import LohaError
 from loha.init_report import JSON_NAME, PLOT_NAME, InitReport, ProjectionReport, VectorReport
-from loha.lclm import CONFIG_NAME, EMBEDDING, find_lclm, load_adapter, load_config, read_markers, read_settings
+from loha.lclm import (
+    CONFIG_NAME,
+    EMBEDDING,
+    embedding_rms,
+    find_lclm,
+    load_adapter,
+    load_config,
+    read_markers,
+    read_settings,
+)
 from loha.lowrank import fresh_factors
 from loha.peft_file import Factors
 from loha.progress import progress_bar
@@ -178,8 +186,9 @@ def _source(options: Options, base: WeightFiles) -> _Source:
     width = base.shape(EMBEDDING)[1]
     if options.encoder is not None and (folder / "config.json").is_file() and not (folder / CONFIG_NAME).is_file():
         settings = EncoderSettings(ratio=options.ratio, window=options.window)
-        rms = mean_row_rms(base)
-        adapter = Adapter.fresh(load_config(folder).hidden_size, width, output_rms=rms, seed=options.seed)
+        adapter = Adapter.fresh(
+            load_config(folder).hidden_size, width, output_rms=embedding_rms(base), seed=options.seed
+        )
         markers = mean_markers(base)
         return _Source(folder=folder, settings=settings, encoder=folder, adapter=adapter, markers=markers, decoder=None)
     root = find_lclm(folder)
@@ -216,12 +225,6 @@ def mean_markers(base: WeightFiles) -> torch.Tensor:
         float32 `[2, D]`.
     """
     return base.tensor(EMBEDDING).mean(0, keepdim=True, dtype=torch.float32).repeat(2, 1)
-
-
-def mean_row_rms(base: WeightFiles) -> float:
-    """Return the root mean square of the base's embedding, the size that fresh latents should have."""
-    embedding = base.tensor(EMBEDDING)
-    return torch.linalg.vector_norm(embedding, dtype=torch.float32).item() / math.sqrt(embedding.numel())
 
 
 def _projections(base: WeightFiles) -> list[str]:

@@ -234,10 +234,8 @@ def lclm_from_layers(
     config |= {"num_hidden_layers": layers, "architectures": [_base_class(config)]}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
-    embedding = base.tensor(EMBEDDING)
-    width = embedding.shape[1]
-    rms = torch.linalg.vector_norm(embedding, dtype=torch.float32).item() / math.sqrt(embedding.numel())
-    adapter = Adapter.fresh(width, width, output_rms=rms, seed=seed)
+    width = base.shape(EMBEDDING)[1]
+    adapter = Adapter.fresh(width, width, output_rms=embedding_rms(base), seed=seed)
     document = {key: getattr(settings, field) for key, field in _SETTING_KEYS.items()}
     with atomic_path(out_dir) as temporary:
         (temporary / "encoder").mkdir(parents=True)
@@ -249,6 +247,12 @@ def lclm_from_layers(
             shutil.copyfile(file, temporary / "encoder" / file.name)
         save_tensors(adapter.state_dict(), temporary / "adapter" / "adapter.safetensors")
         (temporary / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def embedding_rms(base: WeightFiles) -> float:
+    """Return the root mean square of a base's embedding, the size that fresh latents should have."""
+    embedding = base.tensor(EMBEDDING)
+    return torch.linalg.vector_norm(embedding, dtype=torch.float32).item() / math.sqrt(embedding.numel())
 
 
 def _layer(name: str) -> int:

@@ -10,8 +10,6 @@ from typing import Any
 
 from loha.errors import LohaError
 
-PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:

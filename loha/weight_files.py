@@ -28,6 +28,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats of models, under the names that options and configurations use."""
+
 _HEADER_LIMIT = 100 << 20  # the format's own limit
 
 
