@@ -40,6 +40,9 @@ NOT_LIVE = 3
 SELF_TEST_FAILED = 4
 """Exit status when the server computes something else than plain transformers on its checkpoint."""
 
+ENDED_BY_ITSELF = 5
+"""Exit status when the server ended without being asked and without an error of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -54,7 +57,7 @@ class Options:
     k: str = "3"
     """Default K: how many of the newest observations stay text (0, 1, 2, ... or inf). Requests may choose another."""
 
-    polling: int = 8
+    polling: int = 7
     """Default P: the window moves only every P observations, which keeps the prefix cache valid in between."""
 
     view: Literal["latent", "mask", "full"] = "latent"
@@ -120,9 +123,10 @@ def main(options: Options) -> int:
         environment = server_environment(options, defaults, state, checkpoint)
         with _client(options) as client:
             server = start_server(command, environment)
-            with Drain(server, client, options.drain_timeout_s, begin=lambda: set_mark(state, "draining")):
+            with Drain(server, client, options.drain_timeout_s, begin=lambda: set_mark(state, "draining")) as drain:
                 try:
-                    return _supervise(server, client, options, defaults, state)
+                    status = _supervise(server, client, options, defaults, state)
+                    return _by_itself(status) if not drain.asked else status
                 finally:
                     stop(server)
 
@@ -274,6 +278,13 @@ def _supervise(
         f"P={window.polling} view={defaults.view}"
     )
     return exit_status(server.wait())
+
+
+def _by_itself(status: int) -> int:
+    """Return the status of an end that nobody asked for: vLLM reports 0 when its engine has died."""
+    if status == 0:
+        err("error: the server ended by itself, its engine may have died; its messages stand above")
+    return status or ENDED_BY_ITSELF
 
 
 def _check(client: httpx.Client, options: Options) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import httpx
@@ -65,14 +66,14 @@ def read_counter(client: httpx.Client, name: str, labels: str = "") -> float:
 
 
 def probe_request(model: str) -> dict[str, Any]:
-    """Return a chat request with one latent observation."""
+    """Return a chat request with one latent observation, another each time: a shared encoder cache outlives servers."""
     call = {"id": "probe", "type": "function", "function": {"name": "probe", "arguments": json.dumps({})}}
     return {
         "model": model,
         "messages": [
             {"role": "user", "content": "probe"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "probe", "content": _OBSERVATION},
+            {"role": "tool", "tool_call_id": "probe", "content": f"{_OBSERVATION}{time.time_ns()}"},
         ],
         "max_tokens": 1,
         "temperature": 0,

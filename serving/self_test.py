@@ -45,9 +45,9 @@ def self_test(client: httpx.Client, model: str, folder: Path) -> str:
     Raises:
         SelfTestFailed: naming the difference.
     """
-    served, dtype = _ask(client, model)
-    reference = streamed_reference(folder)
     request = probe_request(model)
+    served, dtype = _ask(client, request)
+    reference = streamed_reference(folder)
     rendering = reference.renderer.render(request["messages"], window=Window(k=0), add_generation_prompt=True)
     if served["prompt_token_ids"] != rendering.token_ids:
         raise SelfTestFailed(
@@ -130,9 +130,9 @@ def _drop_hook(module: nn.Module, _args: Any, _output: Any) -> None:
         setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
 
-def _ask(client: httpx.Client, model: str) -> tuple[dict[str, Any], str]:
-    """Return the server's answer and the number format that it computes in."""
-    request = {**probe_request(model), "logprobs": True, "top_logprobs": TOP}
+def _ask(client: httpx.Client, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the server's answer with log probabilities by token id, and the number format that it computes in."""
+    request = {**request, "logprobs": True, "top_logprobs": TOP}
     request |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     response = client.post("/v1/chat/completions", json=request)
     if response.status_code != 200:

@@ -60,13 +60,16 @@ class Drain:
         client: with the server's base URL, for its metrics.
         timeout_s: after which running requests are cut off.
         begin: called first; from then on the server must refuse new requests.
+
+    Attributes:
+        asked: whether a signal has come.
     """
 
     def __init__(
         self, server: subprocess.Popen[bytes], client: httpx.Client, timeout_s: float, begin: Callable[[], None]
     ) -> None:
         self._server, self._client, self._timeout_s, self._begin = server, client, timeout_s, begin
-        self._asked = False
+        self.asked = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Drain:
@@ -80,10 +83,10 @@ class Drain:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self.asked:
             self._terminate()
             return
-        self._asked = True
+        self.asked = True
         self._begin()
         threading.Thread(target=self._drain, daemon=True).start()  # a handler must not wait
 

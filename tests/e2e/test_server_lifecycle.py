@@ -1,7 +1,8 @@
-"""The server's life: an engine that is killed, a restart with key and root path, an end that lets streams finish."""
+"""The server's life: an engine that is killed, a restart with its latents, key and root path, a drained end."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -59,26 +60,33 @@ def streaming(server: Server, tokens: int, **headers: str) -> tuple[threading.Th
 
 
 def test_a_killed_engine_ends_the_server_and_a_restart_replies_the_same(tiny: TinyCheckpoint, tmp_path: Path) -> None:
-    with running_server(tiny.serving, tmp_path / "first.log") as server:
+    storage = {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    storage |= {"ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "latents")}}  # type: ignore[dict-item]
+    vllm_args = ["--", "--ec-transfer-config", json.dumps(storage)]
+    with running_server(tiny.serving, tmp_path / "first.log", vllm_args) as server:
+        before = server.counter("encoded_observations")
         reply = server.reply(HISTORY, loha=options(1))
+        assert server.counter("encoded_observations") - before == 3
         assert server.client.get("/ready").status_code == 200
         thread, lines = streaming(server, 4000)
         engines = [pid for pid, command in descendants(server.process.pid).items() if "EngineCore" in command]
         assert len(engines) == 1
         os.kill(engines[0], signal.SIGKILL)
-        status = server.process.wait(timeout=300)  # it neither hangs nor says that all is well
-        assert status != 0
+        assert server.process.wait(timeout=300) == 5  # it neither hangs nor says that all is well
         thread.join(60)
         assert not thread.is_alive() and "data: [DONE]" not in lines[-1:]
         assert not descendants(server.process.pid)
 
     environment = {"VLLM_API_KEY": KEY}
-    with running_server(tiny.serving, tmp_path / "second.log", ["--", "--root-path", "/llm"], environment) as server:
+    vllm_args += ["--root-path", "/llm"]
+    with running_server(tiny.serving, tmp_path / "second.log", vllm_args, environment) as server:
         headers = {"Authorization": f"Bearer {KEY}"}
         assert server.post(HISTORY).status_code == 401
         assert server.client.get("/v1/models").status_code == 401
         server.client.headers.update(headers)
+        before = server.counter("encoded_observations")
         assert server.reply(HISTORY, loha=options(1)) == reply
+        assert server.counter("encoded_observations") == before  # latents outlive the server in the shared storage
         assert server.reply(HISTORY, loha=options(1), path="/llm/v1/chat/completions") == reply
         assert server.client.get("/llm/v1/models").json()["data"][0]["loha"]["checkpoint"]
         check_that_streams_finish(server, headers)
