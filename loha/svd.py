@@ -3,11 +3,13 @@
 With G = D D^T the eigenvectors of G are the left singular vectors of D and its eigenvalues the squared singular values;
 truncating them is optimal in the Frobenius norm (Eckart-Young). Squaring costs precision, so the wanted subspace is
 then refined on D itself in float64: one step of subspace iteration and a Rayleigh-Ritz projection. That leaves the
-residual within 1e-5 of optimal even where G was formed in float32, which halves the time of large matrices.
+residual within 1e-5 of optimal even where G was formed in float32, which halves the time of large matrices. Of a large
+matrix with a broad spectrum, as full fine-tunes have, all eigenvalues but only the leading eigenvectors are computed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -18,6 +20,12 @@ FLOAT64_SIDE = 1024
 """Up to this smaller side the Gram matrix is formed and decomposed in float64; beyond it in float32."""
 OVERSAMPLING = 32
 """Directions refined beyond the rank."""
+FILTERED = 416
+"""Directions filtered beyond the refined ones: the further the filter's edge, the faster it separates."""
+ROUNDS, DEGREE = 2, 4
+"""Of the filter, orthonormalised after each round."""
+DYNAMIC_RANGE = 64
+"""Largest eigenvalue over the one at the filter's edge: beyond it strong directions drown the others in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,9 @@ def truncate(delta: torch.Tensor, rank: int) -> LowRankDelta:
         sigma = torch.zeros(len(delta), dtype=torch.float64)
         return LowRankDelta(torch.zeros(rank, delta.shape[1]), torch.zeros(len(delta), rank), sigma, norm)
     narrow = (wide / norm).to(torch.float64 if len(delta) <= FLOAT64_SIDE else torch.float32)
-    values, vectors = torch.linalg.eigh(narrow @ narrow.t())
-    sigma = values.flip(0).double().clamp_min(0).sqrt() * norm
-    left, refined = _refine(wide, vectors.flip(1)[:, : rank + OVERSAMPLING].double())
+    values, basis = _leading(_gram(narrow), rank + OVERSAMPLING)
+    sigma = values.double().clamp_min(0).sqrt() * norm
+    left, refined = _refine(wide, basis.double())
     sigma[: len(refined)] = refined
     left = left[:, :rank]
     right = left.t() @ wide  # rows are sigma_i v_i
@@ -71,6 +79,44 @@ def truncate(delta: torch.Tensor, rank: int) -> LowRankDelta:
     scale = torch.where(sigma[:rank] > sigma[0] * 1e-7, 1 / roots, 0.0)
     A, B = right * scale[:, None], left * torch.where(scale > 0, roots, 0.0)
     return LowRankDelta(A.float().contiguous(), B.float().contiguous(), sigma, norm)
+
+
+def _gram(wide: torch.Tensor, *, blocks: int = 4) -> torch.Tensor:
+    """Return `wide @ wide^T` for 5/8 of the work of a product that does not know it is symmetric."""
+    gram = wide.new_empty(len(wide), len(wide))
+    for start, stop in itertools.pairwise([len(wide) * i // blocks for i in range(blocks + 1)]):
+        gram[start:, start:stop] = wide[start:] @ wide[start:stop].t()
+        gram[start:stop, start:] = gram[start:, start:stop].t()
+    return gram
+
+
+def _leading(gram: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all eigenvalues of a positive semidefinite matrix, descending, and the eigenvectors of the first `count`.
+
+    The vectors of a large float32 matrix are approximate: a basis for `_refine`.
+    """
+    block = count + FILTERED
+    if gram.dtype == torch.float64 or 4 * block > len(gram):
+        return _all_vectors(gram, count)
+    values = torch.linalg.eigvalsh(gram).flip(0)
+    # Chebyshev polynomials stay within 1 on [0, 2 half] and grow steeply beyond: what is not wanted is damped.
+    half = values[block].item() / 2
+    if not 2 * half * DYNAMIC_RANGE >= values[0].item():
+        return _all_vectors(gram, count)
+    generator = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(len(gram), block, generator=generator).to(gram.device))
+    for _ in range(ROUNDS):
+        before, now = basis, (gram @ basis) / half - basis
+        for _ in range(DEGREE - 1):
+            before, now = now, 2 * ((gram @ now) / half - now) - before
+        basis, _ = torch.linalg.qr(now)
+    _, rotation = torch.linalg.eigh(basis.t() @ (gram @ basis))
+    return values, (basis @ rotation.flip(1))[:, :count]
+
+
+def _all_vectors(gram: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, vectors = torch.linalg.eigh(gram)
+    return values.flip(0), vectors.flip(1)[:, :count]
 
 
 def _refine(wide: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -106,7 +106,7 @@ def repeat(
 ) -> dict[str, Any]:
     """Run a command to its end, then again with kills at random times, until it ends by itself.
 
-    A kill comes after 0, 1 or 2 more units of work (shards, optimizer steps) and a random part of the next.
+    A kill comes after 0 or 1 more units of work (shards, optimizer steps) and a random part of the next.
 
     Returns:
         The kills with the units done by then, and the modification time of each shard when it was first seen.
@@ -116,14 +116,18 @@ def repeat(
     straight.join()
     if straight.exitcode:
         raise LohaError(f"{what} failed without a kill: exit status {straight.exitcode}")
-    unit_s = (time.monotonic() - began) / max(1, done_units("straight"))
+    units = done_units("straight")
+    unit_s = (time.monotonic() - began) / max(1, units)
     kills: list[int] = []
     written: dict[str, int] = {}
     while True:
         process = begin("killed")
         if len(kills) < options.kills:
-            _wait_for_units(process, done_units, done_units("killed") + rng.choice((0, 1, 1, 2)))
-            process.join(rng.uniform(0, unit_s))
+            done = done_units("killed")
+            # Kills must not run out of work: when little is left, they come within the next unit.
+            spare = units - done > 1.5 * (options.kills - len(kills))
+            _wait_for_units(process, done_units, done + (rng.choice((0, 1, 1)) if spare else 0))
+            process.join(rng.uniform(0, unit_s if spare else unit_s / 2))
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGKILL)
         process.join()

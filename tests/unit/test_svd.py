@@ -41,6 +41,30 @@ def test_residual_is_optimal(spectrum: str, shape: tuple[int, int], gram: str, m
     assert result.energy(9) == pytest.approx((sigma[:9].norm() / sigma.norm()).item() ** 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("spectrum", ["noise", "power", "steep", "few"])
+def test_filtered_directions_are_as_good(spectrum: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of large matrices, on one that is large next to rank, oversampling and filter."""
+    for name, value in (("FLOAT64_SIDE", 1), ("OVERSAMPLING", 8), ("FILTERED", 40)):
+        monkeypatch.setattr(svd, name, value)
+    torch.manual_seed(3)
+    delta = {
+        "noise": torch.randn(300, 400).double() + with_spectrum(300, 400, SPECTRA["spikes"]),
+        "power": with_spectrum(300, 400, torch.arange(1, 301).double() ** -0.7),
+        "steep": with_spectrum(300, 400, torch.logspace(0, -8, 300).double()),
+        "few": with_spectrum(300, 400, SPECTRA["power"]),
+    }[spectrum]
+    called = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: called.append(len(matrix)) or eigh(matrix))
+    result = truncate(delta, 10)
+    assert called == [58 if spectrum == "noise" else 300, 18], "a steep spectrum needs all eigenvectors"
+    sigma = torch.linalg.svdvals(delta)
+    residual = (delta - result.B.double() @ result.A.double()).norm()
+    assert residual / sigma[10:].norm() - 1 < SVD_EXCESS
+    torch.testing.assert_close(result.singular_values[:10], sigma[:10], rtol=1e-5, atol=0)
+    assert result.energy(10) == pytest.approx((sigma[:10].norm() / sigma.norm()).item() ** 2, rel=1e-5)
+
+
 def test_factors_are_balanced() -> None:
     result = truncate(with_spectrum(40, 60, SPECTRA["power"]), 5)
     roots = result.singular_values[:5].sqrt().float()
