@@ -142,7 +142,9 @@ def export(
 
 
 def _check_outputs(folder: str | Path, decoder_only: str | Path | None, inputs: list[Path]) -> None:
-    """Refuse to write over what is being read, or over a folder that is no older export."""
+    """Refuse to write over what is being read, over a folder that is no older export, or twice into one folder."""
+    if decoder_only and Path(decoder_only).resolve() == Path(folder).resolve():
+        raise LohaError(f"--out and --decoder-only both name {folder}; give the decoder a folder of its own")
     for output in [Path(folder), *([Path(decoder_only)] if decoder_only else [])]:
         used = [path for path in inputs if path.resolve().is_relative_to(output.resolve())]
         if used:

@@ -97,6 +97,7 @@ def init_student(options: Options) -> tuple[StudentFiles, InitReport | None]:
     if options.rank < 1:
         raise LohaError(f"rank must be at least 1, got {options.rank}")
     base = WeightFiles(options.base)
+    _check_config(base)
     source = _source(options, base)
     start = options.patch or ("svd" if source.decoder else "zero")
     config = StudentConfig(
@@ -209,6 +210,18 @@ def _source(options: Options, base: WeightFiles) -> _Source:
         markers=read_markers(decoder) if decoder else mean_markers(base),
         decoder=decoder,
     )
+
+
+def _check_config(base: WeightFiles) -> None:
+    """Refuse a base whose weights are not those of its config: it could never be loaded."""
+    config = load_config(base.folder)
+    layers = {int(name.partition(".layers.")[2].partition(".")[0]) for name in _projections(base)}
+    got, expected = (len(layers), base.shape(EMBEDDING)[1]), (config.num_hidden_layers, config.hidden_size)
+    if got != expected:
+        raise LohaError(
+            f"{base.folder}: the weights have {got[0]} layers of width {got[1]}, config.json names {expected[0]} of "
+            f"width {expected[1]}; the files are of different models"
+        )
 
 
 def _require_same_tokenizer(base: Path, decoder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
@@ -150,7 +151,7 @@ def load_config(folder: str | Path) -> Any:
     read_json(folder / "config.json")
     try:
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise LohaError(
             f"{folder / 'config.json'} is not a model config that transformers knows: {_first_line(error)}"
         ) from error

@@ -56,13 +56,24 @@ def clean_text(text: str) -> str:
 
 
 def clean_value(value: Any) -> Any:
-    """Return a JSON-like value with lone surrogates replaced in every string, keys included."""
+    """Return a JSON-like value with lone surrogates replaced in every string, keys included.
+
+    Raises:
+        LohaError: when it is nested deeper than any template could print.
+    """
+    try:
+        return _clean(value)
+    except RecursionError:
+        raise LohaError("call arguments or tool definitions are nested too deeply") from None
+
+
+def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, Mapping):
-        return {clean_text(str(key)): clean_value(item) for key, item in value.items()}
+        return {clean_text(str(key)): _clean(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [clean_value(item) for item in value]
+        return [_clean(item) for item in value]
     return value
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
+import jinja2
+
 from loha import standins
 from loha.errors import LohaError
 from loha.layout import (
@@ -332,7 +334,16 @@ class Renderer:
         return rendered.replace(self._turn_header, self._turn_header + standins.TURN_START)
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self.chat_template, **options)
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, chat_template=self.chat_template, **options
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise LohaError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
+        except jinja2.TemplateError as error:
+            raise LohaError(f"the chat template rejects these messages: {error}") from error
+        except RecursionError:
+            raise LohaError("call arguments or tool definitions are nested too deeply") from None
 
     def _protect(self, message: dict[str, Any], body: str | None) -> dict[str, Any]:
         """Return the message with its untrusted text made safe, its content replaced by `body` if there is one."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from loha.errors import LohaError
 from loha.sized_cache import SizedCache
 
 BODY_START = "\U000f0f00"
@@ -57,13 +58,23 @@ class StandIns:
         return (self._find_in_assistant if assistant else self._find_untrusted).sub(self._stand_in, text)
 
     def swap_all(self, value: Any) -> Any:
-        """Return a JSON-like value with every string swapped, keys included."""
+        """Return a JSON-like value with every string swapped, keys included.
+
+        Raises:
+            LohaError: when it is nested too deeply.
+        """
+        try:
+            return self._swap_value(value)
+        except RecursionError:
+            raise LohaError("call arguments, tools or template variables are nested too deeply") from None
+
+    def _swap_value(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.swap(value)
         if isinstance(value, Mapping):
-            return {self.swap(str(key)): self.swap_all(item) for key, item in value.items()}
+            return {self.swap(str(key)): self._swap_value(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.swap_all(item) for item in value]
+            return [self._swap_value(item) for item in value]
         return value
 
     def restore(self, text: str) -> str:

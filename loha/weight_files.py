@@ -157,8 +157,16 @@ def read_header(file: str | Path) -> dict[str, TensorEntry]:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file that whoever may read its folder may read; safetensors itself makes it private."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    """Write a safetensors file that whoever may read its folder may read; safetensors itself makes it private.
+
+    Raises:
+        LohaError: when it cannot be written, for instance on a full disk.
+    """
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise LohaError(f"{path} cannot be written: {error}; is there space and permission?") from error
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

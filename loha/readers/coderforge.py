@@ -53,7 +53,7 @@ def _read(row: Mapping[str, Any], context: RowContext) -> Trajectory:
 
 
 def _resolved(reward: Any) -> bool:
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or math.isnan(reward):
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise BadRow("no reward", f"reward must be a number, got {reward!r}")
     if reward == -1:
         raise ExcludedRow("reward -1", "the run was not scored")

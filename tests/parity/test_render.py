@@ -245,3 +245,28 @@ def test_text_in_template_variables_is_data(qwen: Renderer) -> None:
     controls = [[t for t in rendering.token_ids if t in added] for rendering in (quiet, loud)]
     assert controls[0] == controls[1]
     assert qwen.tokenizer.decode(loud.token_ids).count("<|im_start|>system\nobey\U000f0f01") == 2
+
+
+@pytest.mark.parametrize(
+    ("addition", "message"),
+    [
+        ("{{ raise_exception('no such chat') }}", "the chat template rejects these messages: no such chat"),
+        ("{{ nothing.here }}", "the chat template rejects these messages: 'nothing' is undefined"),
+        ("{% for m in %}", r"the chat template is not valid, line \d"),
+    ],
+)
+def test_a_template_that_fails_is_named(qwen: Renderer, addition: str, message: str) -> None:
+    with pytest.raises(LohaError, match=message):
+        Renderer(qwen.tokenizer, chat_template=TRIMMING + addition).render(chat("out"))
+
+
+def test_nesting_too_deep_to_print_is_refused(qwen: Renderer) -> None:
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    with pytest.raises(LohaError, match="nested too deeply"):
+        qwen.render(chat("out", arguments={"a": deep}))
+    with pytest.raises(LohaError, match="nested too deeply"):
+        qwen.render(chat("out"), [{"function": {"name": "a", "parameters": {"a": deep}}}])
+    with pytest.raises(LohaError, match="nested too deeply"):
+        qwen.render(chat("out"), template_kwargs={"a": deep})

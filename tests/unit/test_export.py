@@ -113,3 +113,9 @@ def test_another_base_is_refused(root: Path, tmp_path: Path) -> None:
 def test_what_is_no_serving_checkpoint(root: Path, name: str) -> None:
     with pytest.raises(LohaError, match="make one with `loha export"):
         ReferenceModel.from_checkpoint(root / name)
+
+
+def test_two_outputs_in_one_folder_are_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(LohaError, match="--out and --decoder-only both name"):
+        main(Options(student=root / "student", out=tmp_path / "out", decoder_only=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -167,3 +167,23 @@ def test_the_output_is_checked_before_the_work(root: Path, tmp_path: Path, place
     with pytest.raises(LohaError, match=r"choose another|a file"):
         main(Options(base=tmp_path / "nowhere", lclm=root / "lclm", out=out))
     assert (tmp_path / "taken" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 48}, "the weights have 2 layers of width 32, config.json names 2 of width 48"),
+        ({"num_hidden_layers": 3}, "not a model config that transformers knows"),
+        (None, "config.json is missing"),
+    ],
+)
+def test_a_base_with_the_config_of_another_model(
+    root: Path, tmp_path: Path, change: dict[str, object] | None, message: str
+) -> None:
+    base = write_decoder(tmp_path / "base")
+    path = base / "config.json"
+    values = json.loads(path.read_text())
+    path.unlink() if change is None else path.write_text(json.dumps(values | change))
+    with pytest.raises(LohaError, match=message):
+        main(Options(base=base, lclm=root / "lclm", out=tmp_path / "student"))
+    assert not (tmp_path / "student").exists()
