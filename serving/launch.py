@@ -24,7 +24,7 @@ from serving.encoder_cache import CONFIG_KEY, DEFAULT_BATCH_TOKENS, DEFAULT_CACH
 from serving.liveness import PluginNotLive, SelfTestFailed, check_plugin_live
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
 from serving.plugin import MODE
-from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
+from serving.state import BODY_VARIABLE, CHECKPOINT_VARIABLE, DEFAULT_BODY_MIB, FOLDER_VARIABLE, set_mark
 from serving.supervise import Drain, exit_status, start_server, stop, wait_ready
 
 MAX_ITEMS_PER_PROMPT = 100_000
@@ -95,6 +95,9 @@ class Options:
 
     encode_batch_tokens: int = DEFAULT_BATCH_TOKENS
     """Encoder tokens per mini-batch; bounds the encoder's memory."""
+
+    max_body_mib: int = DEFAULT_BODY_MIB
+    """Largest request body; larger ones are refused with 413, since reading one of 10 MB holds up all others."""
 
     startup_timeout_s: float = 900.0
     """Give up when the server is not ready by then."""
@@ -181,6 +184,7 @@ def server_environment(options: Options, defaults: RequestOptions, state: str, c
     environment[DEFAULTS_VARIABLE] = json.dumps(defaults.to_json())
     environment[FOLDER_VARIABLE] = state
     environment[CHECKPOINT_VARIABLE] = checkpoint
+    environment[BODY_VARIABLE] = str(options.max_body_mib)
     environment["PROMETHEUS_MULTIPROC_DIR"] = state
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_kv_cache_gib))
     # vLLM's 30 s guard against endless templates; tokenizing a body of several MB on a busy CPU takes longer.

@@ -9,6 +9,7 @@ vLLM's own error handlers.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from serving import metrics
 from serving.account import CURRENT, RequestAccount
 from serving.answer import Answer, ModelList, Receive, Send, send_json
 from serving.model_name import read_model_name
-from serving.state import has_mark
+from serving.state import BODY_VARIABLE, DEFAULT_BODY_MIB, has_mark
 
 _OPTIONS = b'"loha"'
 _NULL_CONTENT = re.compile(rb'"content"\s*:\s*null')
@@ -82,17 +83,22 @@ class PreparedBody(NamedTuple):
 def _whole_body(receive: Receive, account: RequestAccount, served: Sequence[str]) -> Receive:
     """Hand the body over whole, with its options read, when the application asks for it."""
     delivered = False
+    limit = int(os.environ.get(BODY_VARIABLE, DEFAULT_BODY_MIB)) << 20
 
     async def whole() -> MutableMapping[str, Any]:
         nonlocal delivered
         if delivered:
             return await receive()
         chunks: list[bytes] = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return message
             chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise HTTPException(413, f"the request body is larger than {limit >> 20} MiB (--max-body-mib)")
             if not message.get("more_body", False):
                 break
         delivered = True

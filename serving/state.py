@@ -16,6 +16,11 @@ FOLDER_VARIABLE = "LOHA_SERVING_STATE"
 CHECKPOINT_VARIABLE = "LOHA_SERVING_CHECKPOINT"
 """Environment variable with the hash of the served weights, by which clients tell two checkpoints apart."""
 
+BODY_VARIABLE = "LOHA_SERVING_MAX_BODY_MIB"
+"""Environment variable: largest request body: one of 10 MB can hold up all rendering for minutes."""
+
+DEFAULT_BODY_MIB = 8
+
 Mark = Literal["ready", "draining"]
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from serving.account import CURRENT, Report
 from serving.answer import with_layouts
 from serving.middleware import LohaMiddleware, prepare_body
 from serving.options import RequestOptions
-from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
+from serving.state import BODY_VARIABLE, CHECKPOINT_VARIABLE, FOLDER_VARIABLE, set_mark
 
 REPORT = Report(
     options=RequestOptions(),
@@ -142,6 +143,14 @@ def test_a_suffix_is_taken_off_the_name_and_read() -> None:
         assert json.loads(prepared.body) == {"model": "m", "messages": []}
         assert prepared.model_options == {"k": "3", "polling": "8"}
         assert prepare_body(body, ["other"]).body == body
+
+
+def test_a_body_over_the_limit_is_refused_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BODY_VARIABLE, "1")
+    call(answering(b"{}"), [b" " * 2**20])
+    with pytest.raises(HTTPException) as refused:
+        call(answering(b"{}"), [b" " * 2**20, b" ", b" " * 2**20])
+    assert refused.value.status_code == 413 and "--max-body-mib" in refused.value.detail
 
 
 def test_readiness_and_draining_follow_the_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
