@@ -10,6 +10,7 @@ import pytest
 
 from loha.errors import LohaError
 from loha.trajectory import Trajectory
+from serving import sweep
 from serving.arm import Arm, grid
 from serving.cell import Cell, questions, turn_calls, turn_text
 from serving.plot import plot_sweep
@@ -100,3 +101,13 @@ def test_plot_takes_any_mixture_of_arms(tmp_path: Path) -> None:
         plot_sweep(summarize(part, cells), path, title="x")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert sorted(child.name for child in tmp_path.iterdir()) == ["0.png", "1.png"]
+
+
+def test_a_sweep_of_another_checkpoint_is_not_gone_on_with(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded.jsonl"
+    recorded.write_text("")
+    options = sweep.Options(trajectories=recorded, out=tmp_path / "out")
+    for checkpoint in ("old", "old"):
+        assert sweep._resume(options, "student", checkpoint) == {}
+    with pytest.raises(LohaError, match="checkpoint 'old', this one has 'new'"):
+        sweep._resume(options, "student", "new")
