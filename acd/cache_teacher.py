@@ -46,8 +46,8 @@ from loha.fingerprint import Fingerprint, weights_hash
 from loha.progress import note, progress_bar
 from loha.render import Renderer
 from loha.student import build_renderer
+from loha.weight_files import FLOAT_DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SHARED_PARTS = ("tokenizer", "chat_template", "layout_version")
 VERIFY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Mean KL in nats that a verification accepts: fp16 storage costs 1e-7, another bfloat16 kernel up to 5e-4."""
@@ -263,7 +263,7 @@ def _write_shards(
 def _load_teacher(config: Config, source: str, device: torch.device) -> Teacher:
     return Teacher(
         source,
-        dtype=DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
         device=device,
         candidates=config.teacher.candidates,
         chunk=config.loss.chunk,

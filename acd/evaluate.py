@@ -22,7 +22,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from acd.cache_teacher import DTYPES
 from acd.command import command_parser, parse_command, run_command
 from acd.config import Config
 from acd.corpus import Corpus
@@ -40,6 +39,7 @@ from loha.progress import progress_bar
 from loha.render import Renderer, View
 from loha.student import Student
 from loha.trajectory import Trajectory
+from loha.weight_files import FLOAT_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ def evaluate_student(config: Config, folder: str, rule: EvaluationRule, *, patch
         folder,
         base=config.model.base,
         lclm=config.model.lclm,
-        dtype=DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     evaluator = Evaluator(student.eval(), rule, patch=patch)

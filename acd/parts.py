@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader
 
-from acd.cache_teacher import DTYPES
 from acd.command import student_config
 from acd.config import Config
 from acd.corpus import Corpus
@@ -24,6 +23,7 @@ from acd.views import ViewBuilder
 from loha.errors import LohaError
 from loha.progress import note
 from loha.student import Student
+from loha.weight_files import FLOAT_DTYPES
 
 _WAIT = datetime.timedelta(hours=3)
 """Measuring the views of 35,140 trajectories takes the main process more than the default ten minutes."""
@@ -110,7 +110,7 @@ def load_student(config: Config, device: torch.device) -> Student:
         config.model.student,
         base=config.model.base,
         lclm=config.model.lclm,
-        dtype=DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
         device=device,
     )
     if config.model.checkpointing:

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import jinja2
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams
 from vllm.utils.async_utils import make_async
@@ -106,8 +104,6 @@ class LohaChatRenderer(HfRenderer):
                 add_generation_prompt=bool(kwargs.get("add_generation_prompt", True)),
                 template_kwargs=_template_variables(kwargs),
             )
-        except jinja2.TemplateError as error:
-            raise VLLMValidationError(f"the chat template rejects these messages: {error}") from error
         except RecursionError as error:
             raise LohaError("the messages are nested too deeply") from error
 
