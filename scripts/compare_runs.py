@@ -1,7 +1,7 @@
 """Name the first step where two training runs part: `python scripts/compare_runs.py runs/a runs/b`.
 
 Compares metrics.jsonl step by step (times left out) and the newest checkpoints that both have. Exit status 1 when they
-differ. The last line of standard output is one JSON object.
+differ; steps that only one run has are told and are no difference. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tyro.conf import Positional
 from acd.compare import compare_runs
 from loha.cli import run_main
 from loha.console import out
+from loha.errors import LohaError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ def main(options: Options) -> int:
     """Name the first step and figure, and the first tensor, in which two runs differ."""
     found = compare_runs(options.one, options.other, tolerance=options.tolerance)
     first, tensors = found["first"], found["tensors"]
+    if not found["steps"] and tensors is None:
+        raise LohaError(f"{options.one} and {options.other} have no step and no checkpoint in common")
     if first:
         a, b = first["values"]
         out(f"they part at step {first['step']}: {first['key']} is {a} and {b}")
