@@ -153,7 +153,7 @@ def compare_shards(straight: Path, killed: Path, written: dict[str, int]) -> dic
         "same": one.keys() == other.keys() and all(one[n].read_bytes() == other[n].read_bytes() for n in one),
         "count": len(other),
         "lost": sorted(one.keys() - other.keys()),
-        "written_twice": [n for n, stamp in written.items() if other[n].stat().st_mtime_ns != stamp],
+        "written_twice": [n for n, stamp in written.items() if n in other and other[n].stat().st_mtime_ns != stamp],
     }
 
 
