@@ -40,31 +40,32 @@ class AcdModel(nn.Module):
                 gradients for every parameter: other ranks wait for them, and for this rank's part of sharded weights.
         """
         if row is None:
-            return self._nothing().expand(3)
+            return self._nothing().repeat(3)
         hidden_TD = self._hidden(row.packed)
         live = self._live_targets(row)
-        sums = torch.stack(
+        return torch.stack(
             [
                 self._term(hidden_TD, row.distill, live, self.loss.direction).sum,
                 self._term(hidden_TD, row.read_back, None, "forward").sum,
                 self._term(hidden_TD, row.anchor, live, self.loss.anchor_direction).sum,
             ]
         )
-        if row.packed.regions:
-            return sums
-        # Without a latent the adapter would have no gradient, and DDP would wait for it.
-        return sums + _touch(self.student.groups()["adapter"].values())
 
     def _nothing(self) -> Tensor:
         device = self.student.markers.device
         token = Packed(torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long), (1,), ())
+        hidden_TD = self._hidden(token)
         if self.live:
             with self.student.patch_disabled():
                 self._hidden(token)
-        return 0.0 * self._hidden(token).sum().float() + _touch(self.student.trainable().values())
+        return 0.0 * hidden_TD.sum().float()
 
     def _hidden(self, packed: Packed) -> Tensor:
         embeds_TD = self.student.input_embeds(packed.token_ids_T, packed.regions)
+        if not packed.regions and torch.is_grad_enabled():
+            # Without a latent the adapter would have no gradient, and DDP would wait for it. FSDP2 would reduce the
+            # first layer, whose input asks for none, after the adapter, and other ranks before it.
+            embeds_TD = embeds_TD + _touch(self.student.groups()["adapter"].values())
         return self.student.hidden(embeds_TD[None], packed.position_ids_1T, packed.lengths)[0]
 
     def _live_targets(self, row: TrainingRow) -> Targets | None:

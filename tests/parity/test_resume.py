@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from acd.cache_teacher import write_cache
+from acd.parts import make_accelerator
 from acd.teacher_cache import SHARD_GLOB
 from tests.acd_processes import finish, start_cache, start_train, wait_for
 from tests.acd_world import World, make_world
@@ -94,18 +96,18 @@ def test_two_processes_equal_one_and_world_size_may_change(world: World, straigh
     assert_same_steps(folder, straight)
 
 
-def assert_same_steps(folder: Path, straight: Path) -> None:
+def assert_same_steps(folder: Path, straight: Path, last: int = STEPS) -> None:
     """Losses, counts and gradient norms of every step, and the trained tensors at the end."""
     got, want = steps(folder), steps(straight)
-    assert len(got) == len(want) == STEPS
+    assert len(got) == len(want) == last
     for a, b in zip(got, want, strict=True):
         for term in ("distill", "read_back", "anchor"):
             assert a[term]["count"] == b[term]["count"]
             assert a[term]["sum"] == pytest.approx(b[term]["sum"], rel=TWO_PROCESS_LOSS)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=TWO_PROCESS_LOSS)
-    for name, tensor in load_file(checkpoint(straight, STEPS) / "trained.safetensors").items():
+    for name, tensor in load_file(checkpoint(straight, last) / "trained.safetensors").items():
         torch.testing.assert_close(
-            load_file(checkpoint(folder, STEPS) / "trained.safetensors")[name], tensor, atol=TWO_PROCESS_TENSORS, rtol=0
+            load_file(checkpoint(folder, last) / "trained.safetensors")[name], tensor, atol=TWO_PROCESS_TENSORS, rtol=0
         )
 
 
@@ -122,6 +124,28 @@ def test_sharded_equals_replicated(world: World, straight: Path) -> None:
     assert torch.equal(first["adapter.fc1.weight"], saved["adapter.fc1.weight"])
     assert finish(start_train(config)) == [0]
     assert_same_steps(folder, straight)
+
+
+def test_sharded_ranks_need_not_hold_the_same_kinds_of_rows(world: World) -> None:
+    """Rows without latents, and a rank with fewer rows than the other: FSDP2 on two processes against one process."""
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"trajectories": str(world.trajectories), "limit": 3},
+        "views": {"latent_share": 0.6},
+        "packing": {"tokens_per_row": 1000, "tokens_per_step": 4000},
+        "run": {"epochs": 2, "max_steps": 2, "checkpoint_every": 0},
+    }
+    alone = world.config("uneven-alone", **sections)
+    write_cache(alone, make_accelerator(alone))
+    for name, words, processes in (("uneven-alone", (), 1), ("uneven-sharded", ("--model.shard",), 2)):
+        config = world.write_config(name, **sections)
+        assert finish(start_train(config, *words, world=processes)) == [0] * processes
+    kinds = [
+        [{piece["view"] for piece in row} for row in json.loads(line)]
+        for line in (world.root / "uneven-alone/plan.jsonl").read_text().splitlines()[1:]
+    ]
+    assert any(len(rows) % 2 for rows in kinds), "one rank is without a row"
+    assert any({"full"} in rows and any("latent" in row for row in rows) for rows in kinds), "latents on one rank"
+    assert_same_steps(world.root / "uneven-sharded", world.root / "uneven-alone", last=2)
 
 
 def test_killed_cache_keeps_its_shards(world: World) -> None:
