@@ -25,7 +25,7 @@ from serving.liveness import PluginNotLive, SelfTestFailed, check_plugin_live
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
 from serving.plugin import MODE
 from serving.state import BODY_VARIABLE, CHECKPOINT_VARIABLE, DEFAULT_BODY_MIB, FOLDER_VARIABLE, set_mark
-from serving.supervise import Drain, exit_status, start_server, stop, wait_ready
+from serving.supervise import Drain, ending_quietly, exit_status, start_server, stop, wait_ready
 
 MAX_ITEMS_PER_PROMPT = 100_000
 """vLLM's own limit of 999 items would refuse a history of many small observations."""
@@ -34,11 +34,22 @@ CPU_BLOCK_SIZE = 32
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention takes; another width fails only at the first request, deep in the engine."""
 
+OWN_ARGUMENTS = {
+    "--host": "give the launcher's own --host, before the --",
+    "--port": "give the launcher's own --port, before the --",
+    "--served-model-name": "give the launcher's own --served-model-name, before the --",
+    "--uds": "the launcher checks the server over TCP; give its own --host and --port",
+}
+"""Options of vLLM that say where the server is found, and what to do instead."""
+
 NOT_LIVE = 3
 """Exit status when the server runs without the plugin."""
 
 SELF_TEST_FAILED = 4
 """Exit status when the server computes something else than plain transformers on its checkpoint."""
+
+NOT_READY = 2
+"""Exit status when the server is not ready in time or cannot be checked, as of every refusal."""
 
 ENDED_BY_ITSELF = 5
 """Exit status when the server ended without being asked and without an error of its own."""
@@ -111,10 +122,16 @@ class Options:
 
 def main(options: Options) -> int:
     """Start the OpenAI-compatible server with latent observations."""
+    with ending_quietly():
+        return _serve(options)
+
+
+def _serve(options: Options) -> int:
     # imports torch and transformers, which --help should not wait for
     from serving.checkpoint import check_checkpoint, checkpoint_hash
 
     defaults = _defaults(options)
+    check_arguments(options)
     on_cpu = is_cpu_build()
     config = check_checkpoint(options.checkpoint)
     if on_cpu:
@@ -125,13 +142,38 @@ def main(options: Options) -> int:
         command = server_command(options, on_cpu=on_cpu)
         environment = server_environment(options, defaults, state, checkpoint)
         with _client(options) as client:
-            server = start_server(command, environment)
-            with Drain(server, client, options.drain_timeout_s, begin=lambda: set_mark(state, "draining")) as drain:
-                try:
-                    status = _supervise(server, client, options, defaults, state)
-                    return _by_itself(status) if not drain.asked else status
-                finally:
-                    stop(server)
+            return attend(start_server(command, environment), client, options, defaults, state)
+
+
+def attend(
+    server: subprocess.Popen[bytes], client: httpx.Client, options: Options, defaults: RequestOptions, state: str
+) -> int:
+    """Check a started server, say that it is ready, wait for its end; return the exit status.
+
+    Args:
+        server: as started.
+        client: with its base URL and credentials.
+        options: of the launcher.
+        defaults: what requests get that ask for nothing.
+        state: the folder of the server's marks.
+    """
+    with Drain(server, client, options.drain_timeout_s, begin=lambda: set_mark(state, "draining")) as drain:
+        try:
+            failure = _why_not_ready(server, client, options)
+            if drain.asked and failure is not None:
+                drain.wait()
+                return 0  # asked to end before it was ready, whatever vLLM made of that
+            if failure is not None:
+                status, told = failure
+                err(f"error: {told}")
+                return status
+            if not drain.asked:
+                set_mark(state, "ready")
+                _say_ready(client, options, defaults)
+            status = exit_status(server.wait())
+            return status if drain.asked else _by_itself(status)
+        finally:
+            stop(server)
 
 
 def server_command(options: Options, *, on_cpu: bool) -> list[str]:
@@ -232,6 +274,20 @@ def _check_head_width(config: Any) -> None:
         raise LohaError(f"the decoder's heads are {width} wide, which vLLM's CPU build cannot run (only {widths})")
 
 
+def check_arguments(options: Options) -> None:
+    """Refuse what would leave the launcher asking at another place than where the server listens.
+
+    vLLM takes unambiguous beginnings of its options, and underscores for dashes.
+    """
+    for argument in options.vllm_args:
+        name = argument.partition("=")[0].replace("_", "-")
+        own = next((own for own in OWN_ARGUMENTS if len(name) > 2 and own.startswith(name)), None)
+        if own is not None:
+            raise LohaError(f"{argument.partition('=')[0]} after -- is not passed on: {OWN_ARGUMENTS[own]}")
+    if options.max_body_mib < 1:
+        raise LohaError(f"--max-body-mib must be at least 1, got {options.max_body_mib}")
+
+
 def _check_port(host: str, port: int) -> None:
     if not 0 < port < 65536:
         raise LohaError(f"--port must lie between 1 and 65535, got {port}")
@@ -256,32 +312,31 @@ def _client(options: Options) -> httpx.Client:
     return httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0)
 
 
-def _supervise(
-    server: subprocess.Popen[bytes], client: httpx.Client, options: Options, defaults: RequestOptions, state: str
-) -> int:
-    """Wait until the server is ready, check it, then wait for its end."""
-    status = wait_ready(server, client, options.startup_timeout_s)
-    if status is not None:
-        err(f"error: the server stopped with status {status} before it was ready; its messages stand above")
-        return status or 1
+def _why_not_ready(server: subprocess.Popen[bytes], client: httpx.Client, options: Options) -> tuple[int, str] | None:
+    """Wait until the server is up and check it; return the exit status and what is wrong, or None."""
     try:
+        status = wait_ready(server, client, options.startup_timeout_s)
+        if status is not None:
+            told = f"the server stopped with status {status} before it was ready; its messages stand above"
+            return status or 1, told
         _check(client, options)
+    except LohaError as error:
+        return NOT_READY, str(error)
     except PluginNotLive as error:
-        err(f"error: the server runs, but not with latent observations: {error}")
-        return NOT_LIVE
+        return NOT_LIVE, f"the server runs, but not with latent observations: {error}"
     except SelfTestFailed as error:
-        err(f"error: self-test failed: {error}")
-        return SELF_TEST_FAILED
+        return SELF_TEST_FAILED, f"self-test failed: {error}"
     except httpx.TransportError as error:
-        err(f"error: the server stopped answering while it was checked: {error}")
-        return NOT_LIVE
-    set_mark(state, "ready")
+        return NOT_LIVE, f"the server stopped answering while it was checked: {error}"
+    return None
+
+
+def _say_ready(client: httpx.Client, options: Options, defaults: RequestOptions) -> None:
     window = defaults.window
     out(
         f"ready: {str(client.base_url).rstrip('/')}/v1 serves {model_name(options)} with K={format_k(window.k)} "
         f"P={window.polling} view={defaults.view}"
     )
-    return exit_status(server.wait())
 
 
 def _by_itself(status: int) -> int:

@@ -52,16 +52,17 @@ def check_plugin_live(client: httpx.Client, model: str) -> None:
         raise PluginNotLive("the engine did not run the encoder (loha_encoded_observations_total did not rise)")
 
 
-def read_counter(client: httpx.Client, name: str, labels: str = "") -> float:
+def read_counter(client: httpx.Client, name: str, labels: str = "", *, timeout_s: float | None = None) -> float:
     """Return the value of a metric on /metrics, summed over its label sets; 0 when it is absent.
 
     Args:
         client: with the server's base URL.
         name: of the metric.
         labels: text that the label set must contain, for instance `view="latent"`.
+        timeout_s: longest silence of the server; the client's own when left out.
     """
     pattern = re.compile(rf"^{re.escape(name)}(?:\{{(?P<labels>[^}}]*)\}})? (?P<value>\S+)$", re.MULTILINE)
-    text = client.get("/metrics/").text
+    text = client.get("/metrics/", timeout=timeout_s or client.timeout).text
     return sum(float(m["value"]) for m in pattern.finditer(text) if labels in (m["labels"] or ""))
 
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,12 +21,23 @@ from serving.liveness import read_counter
 
 _POLL_S = 0.25
 _GRACE_S = 30
+_ASK_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
 def start_server(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the server in a process group of its own; it ends with this process."""
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_ends_with_this_process())
+
+
+@contextmanager
+def ending_quietly() -> Iterator[None]:
+    """Make SIGTERM end the process with status 0 while nothing is running that has to be drained."""
+    old = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def wait_ready(server: subprocess.Popen[bytes], client: httpx.Client, timeout_s: float) -> int | None:
@@ -71,6 +82,7 @@ class Drain:
         self._server, self._client, self._timeout_s, self._begin = server, client, timeout_s, begin
         self.asked = False
         self._old: dict[int, Any] = {}
+        self._thread = threading.Thread(target=self._drain, daemon=True)
 
     def __enter__(self) -> Drain:
         self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -88,21 +100,27 @@ class Drain:
             return
         self.asked = True
         self._begin()
-        threading.Thread(target=self._drain, daemon=True).start()  # a handler must not wait
+        self._thread.start()  # a handler must not wait
+
+    def wait(self) -> None:
+        """Once asked: wait until running requests have finished, or their time is over."""
+        self._thread.join()
 
     def _drain(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline and self._busy():
+        while (left_s := deadline - time.monotonic()) > 0 and self._busy(min(_ASK_S, left_s)):
             time.sleep(_POLL_S)
         self._terminate()
 
-    def _busy(self) -> bool:
+    def _busy(self, timeout_s: float) -> bool:
         if self._server.poll() is not None:
             return False
         try:
-            return read_counter(self._client, "loha_requests_in_flight") > 0
-        except httpx.HTTPError:
+            return read_counter(self._client, "loha_requests_in_flight", timeout_s=timeout_s) > 0
+        except httpx.ConnectError:
             return False  # not up yet, or gone
+        except httpx.HTTPError:
+            return True  # too busy to answer in time
 
     def _terminate(self) -> None:
         if self._server.poll() is None:

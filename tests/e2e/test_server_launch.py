@@ -84,6 +84,15 @@ def test_bad_k(capsys: pytest.CaptureFixture[str], tiny: TinyCheckpoint, k: str)
     assert k in line and "0, 1, 2" in line
 
 
+def test_a_port_after_the_dashes(capsys: pytest.CaptureFixture[str], tiny: TinyCheckpoint) -> None:
+    line = refusal(capsys, tiny.serving, "--", "--port", 9000)
+    assert "--port after --" in line and "launcher's own --port" in line
+
+
+def test_no_bodies_at_all(capsys: pytest.CaptureFixture[str], tiny: TinyCheckpoint) -> None:
+    assert "--max-body-mib must be at least 1" in refusal(capsys, tiny.serving, "--max-body-mib", 0)
+
+
 def test_port_in_use(capsys: pytest.CaptureFixture[str], tiny: TinyCheckpoint) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

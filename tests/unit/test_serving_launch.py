@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.launch import Options, server_command, server_environment
+from loha.errors import LohaError
+from serving.launch import Options, check_arguments, server_command, server_environment
 from serving.liveness import PluginNotLive, check_plugin_live, read_counter
 from serving.options import DEFAULTS_VARIABLE, RequestOptions, resolve_options
 from serving.state import CHECKPOINT_VARIABLE, FOLDER_VARIABLE
@@ -32,6 +33,22 @@ def test_command_line() -> None:
     assert int(value_of(command, "--block-size")) % 32 == 0 and "--enforce-eager" in command
     assert json.loads(value_of(command, "--limit-mm-per-prompt"))["observation"] > 5000
     assert command[-3:] == ["--api-key", "secret", "--seed=3"]  # last, so that they win
+
+
+@pytest.mark.parametrize("name", ["--port", "--host", "--served-model-name"])
+def test_vllm_arguments_that_move_the_server_are_refused(name: str) -> None:
+    for words in ((name, "9"), (f"{name}=9",), (name[:-1], "9"), ("--" + name[2:].replace("-", "_"), "9")):
+        with pytest.raises(LohaError, match=rf"after -- is not passed on: give the launcher's own {name}"):
+            check_arguments(Options(checkpoint=Path("m"), vllm_args=("--seed=3", *words)))
+
+
+def test_other_vllm_arguments_pass_and_a_body_limit_of_nothing_does_not() -> None:
+    check_arguments(OPTIONS)
+    check_arguments(
+        Options(checkpoint=Path("m"), vllm_args=("--root-path", "/port", "--hf-overrides", "{}", "-pp", "1"))
+    )
+    with pytest.raises(LohaError, match="--max-body-mib must be at least 1, got 0"):
+        check_arguments(Options(checkpoint=Path("m"), max_body_mib=0))
 
 
 def test_command_line_on_a_gpu_and_without_tools() -> None:
