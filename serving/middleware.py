@@ -20,7 +20,7 @@ from loha.errors import LohaError
 from serving import metrics
 from serving.account import CURRENT, RequestAccount
 from serving.answer import Answer, ModelList, Receive, Send, send_json
-from serving.model_name import read_model_name
+from serving.model_name import ImpossibleLayout, read_model_name
 from serving.state import BODY_VARIABLE, DEFAULT_BODY_MIB, has_mark
 
 _OPTIONS = b'"loha"'
@@ -104,6 +104,8 @@ def _whole_body(receive: Receive, account: RequestAccount, served: Sequence[str]
         delivered = True
         try:
             prepared = prepare_body(b"".join(chunks), served)
+        except ImpossibleLayout as error:
+            raise HTTPException(400, str(error)) from error
         except LohaError as error:
             raise HTTPException(404, str(error)) from error
         account.body_options, account.model_options = prepared.options, prepared.model_options
@@ -123,7 +125,8 @@ def prepare_body(body: bytes, served: Sequence[str] = ()) -> PreparedBody:
         served: names of the served models.
 
     Raises:
-        LohaError: for an unknown or impossible suffix of a served model's name.
+        ImpossibleLayout: for a K or P in a served model's name that cannot be.
+        LohaError: for another unknown suffix of it.
     """
     if _OPTIONS not in body and not _NULL_CONTENT.search(body) and not _SUFFIXED_MODEL.search(body):
         return PreparedBody(body)

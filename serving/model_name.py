@@ -20,7 +20,14 @@ LISTED = ("k0", "k1", "k3", "k8", "kinf", "mask", "full")
 _SUFFIX = re.compile(
     r"(?:(?P<view>latent|mask|full)(?::(?=k)|$))?(?:k(?P<k>[0-9]{1,9}|inf)(?:p(?P<polling>[0-9]{1,9}))?)?"
 )
+_LAYOUT = re.compile(r"(?:(?:latent|mask|full):)?(?:k|p-?[0-9]).*", re.IGNORECASE | re.DOTALL)
+"""What is meant as K or P, possible or not."""
+
 _ALLOWED = "k0, k1, ... or kinf; k3p8 (K=3, P=8); latent, mask or full; mask:k3p8"
+
+
+class ImpossibleLayout(LohaError):
+    """A model name asks for a K or P that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +45,33 @@ def read_model_name(name: str, served: Sequence[str]) -> NamedLayout:
 
     Args:
         name: of the request.
-        served: names that the server serves; a name among them is never split.
+        served: names that the server serves; a name among them is never split, else the longest that fits counts.
 
     Returns:
         The name as it is when it has no suffix or belongs to no served model, which vLLM then refuses.
 
     Raises:
-        LohaError: when the suffix of a served name is unknown or impossible; says what is allowed.
+        ImpossibleLayout: when the suffix of a served name gives a K or P that cannot be; says what is allowed.
+        LohaError: when the suffix is something else; says what is allowed.
     """
-    base = next((known for known in served if name.startswith(known + ":")), None)
+    base = max((known for known in served if name.startswith(known + ":")), key=len, default=None)
     if base is None or name in served:
         return NamedLayout(name, None)
     suffix = name[len(base) + 1 :]
     match = _SUFFIX.fullmatch(suffix)
     if match is None or not suffix:
-        raise LohaError(_refusal(name, base, "unknown suffix"))
+        raise _refusal(name, base, suffix, "unknown suffix")
     options = {key: value for key, value in match.groupdict().items() if value is not None}
     try:
         resolve_options(options)
     except LohaError as error:
-        raise LohaError(_refusal(name, base, str(error).partition(";")[0])) from None
+        raise _refusal(name, base, suffix, str(error).partition(";")[0]) from None
     return NamedLayout(base, options)
 
 
-def _refusal(name: str, base: str, what: str) -> str:
+def _refusal(name: str, base: str, suffix: str, what: str) -> LohaError:
     shown = name if len(name) <= 100 else name[:97] + "..."
-    return f"The model `{shown}` does not exist: {what}. After `{base}:` this server takes {_ALLOWED}"
+    allowed = f"After `{base}:` this server takes {_ALLOWED}"
+    if _LAYOUT.fullmatch(suffix):
+        return ImpossibleLayout(f"The model name `{shown}` asks for an impossible K or P: {what}. {allowed}")
+    return LohaError(f"The model `{shown}` does not exist: {what}. {allowed}")

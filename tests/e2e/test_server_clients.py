@@ -50,8 +50,11 @@ def test_tools_by_name_and_models(server: Server, client: openai.OpenAI) -> None
 
 
 def test_refusals_arrive_as_the_package_s_exceptions(server: Server, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="k3p8"):
-        client.chat.completions.create(model=f"{server.model}:k-1", messages=[{"role": "user", "content": "x"}])
+    for error, suffix in ((openai.NotFoundError, "latest"), (openai.BadRequestError, "k-1")):
+        with pytest.raises(error, match="k3p8"):
+            client.chat.completions.create(
+                model=f"{server.model}:{suffix}", messages=[{"role": "user", "content": "x"}]
+            )
     with pytest.raises(openai.BadRequestError, match="reduce the length of the messages"):
         client.chat.completions.create(model=server.model, messages=[{"role": "user", "content": text(51, 5000) * 8}])
 

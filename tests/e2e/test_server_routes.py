@@ -161,10 +161,10 @@ def test_names_with_layouts_are_listed_and_precede_only_the_defaults(server: Ser
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("suffix", ["k-1", "k3p0", "latest"])
-def test_unknown_suffixes_are_a_404_that_says_what_is_allowed(server: Server, route: str, suffix: str) -> None:
+@pytest.mark.parametrize(("suffix", "status"), [("k-1", 400), ("k3p0", 400), ("kthree", 400), ("latest", 404)])
+def test_refused_suffixes_say_what_is_allowed(server: Server, route: str, suffix: str, status: int) -> None:
     response = post(server, route, model=f"{server.model}:{suffix}")
-    assert response.status_code == 404
+    assert response.status_code == status
     assert "k3p8 (K=3, P=8)" in response.json()["error"]["message"]
 
 

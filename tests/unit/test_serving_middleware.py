@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ ACCOUNT = REPORT.usage()
 
 
 def call(
-    app: Any, chunks: list[bytes], path: str = "/v1/chat/completions", method: str = "POST"
+    app: Any, chunks: list[bytes], path: str = "/v1/chat/completions", method: str = "POST", served: Any = None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Run one request through the middleware; return the response start and its body messages."""
     incoming = [
@@ -44,7 +45,7 @@ def call(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path}
+    scope = {"type": "http", "method": method, "path": path, "app": served}
     asyncio.run(LohaMiddleware(app)(scope, receive, send))
     assert CURRENT.get() is None
     return sent[0], [message["body"] for message in sent[1:]]
@@ -143,6 +144,15 @@ def test_a_suffix_is_taken_off_the_name_and_read() -> None:
         assert json.loads(prepared.body) == {"model": "m", "messages": []}
         assert prepared.model_options == {"k": "3", "polling": "8"}
         assert prepare_body(body, ["other"]).body == body
+
+
+@pytest.mark.parametrize(("model", "status"), [("m:k-1", 400), ("m:k3p0", 400), ("m:kthree", 400), ("m:latest", 404)])
+def test_a_refused_name_is_a_400_when_its_layout_is_impossible(model: str, status: int) -> None:
+    models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")])  # where vLLM keeps its served names
+    served = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models))
+    with pytest.raises(HTTPException) as refused:
+        call(answering(b"{}"), [json.dumps({"model": model, "messages": []}).encode()], served=served)
+    assert refused.value.status_code == status and "k3p8 (K=3, P=8)" in refused.value.detail
 
 
 def test_a_body_over_the_limit_is_refused_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

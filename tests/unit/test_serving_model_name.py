@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loha.errors import LohaError
-from serving.model_name import LISTED, NamedLayout, read_model_name
+from serving.model_name import LISTED, ImpossibleLayout, NamedLayout, read_model_name
 from serving.options import resolve_options
 
 
@@ -35,13 +35,24 @@ def test_listed_suffixes_are_possible() -> None:
         resolve_options(read_model_name(f"m:{suffix}", ["m"]).options)
 
 
-@pytest.mark.parametrize(
-    "suffix", ["", "k", "k-1", "k3p0", "kthree", "K3", "maskk3", "mask:", "mask:mask", ":k3", "k3 "]
-)
-def test_what_is_unknown_or_impossible_is_refused_with_what_is_allowed(suffix: str) -> None:
-    with pytest.raises(LohaError) as refused:
+@pytest.mark.parametrize("suffix", ["", "latest", "maskk3", "mask:", "mask:mask", ":k3", "pro"])
+def test_an_unknown_suffix_is_a_model_that_does_not_exist(suffix: str) -> None:
+    with pytest.raises(LohaError, match="does not exist") as refused:
         read_model_name(f"m:{suffix}", ["m"])
-    assert "does not exist" in str(refused.value) and "k3p8 (K=3, P=8)" in str(refused.value)
+    assert not isinstance(refused.value, ImpossibleLayout) and "k3p8 (K=3, P=8)" in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", ["k", "k-1", "k3p0", "kthree", "K3", "k3 ", "k3\n", "p8", "p-1", "mask:k-1"])
+def test_an_impossible_layout_is_refused_with_what_is_allowed(suffix: str) -> None:
+    with pytest.raises(ImpossibleLayout, match="impossible K or P") as refused:
+        read_model_name(f"m:{suffix}", ["m"])
+    assert "k3p8 (K=3, P=8)" in str(refused.value)
+
+
+@pytest.mark.parametrize("served", [["a", "a:b"], ["a:b", "a"]])
+def test_of_several_served_names_the_longest_counts(served: list[str]) -> None:
+    assert read_model_name("a:b:k3", served) == NamedLayout("a:b", {"k": "3"})
+    assert read_model_name("a:k3", served) == NamedLayout("a", {"k": "3"})
 
 
 @pytest.mark.parametrize("name", ["m", "other:k8", "m:latest", "mk8", "", ":k8"])
