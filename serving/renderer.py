@@ -15,7 +15,7 @@ from vllm.utils.async_utils import make_async
 
 from loha.errors import LohaError
 from loha.messages import normalize_messages
-from loha.render import Rendering
+from loha.render import Renderer, Rendering
 from loha.serving_checkpoint import checkpoint_renderer
 from serving.account import CURRENT, Report, RequestAccount
 from serving.checkpoint import latent_identity
@@ -46,6 +46,9 @@ _NOT_TEMPLATE_VARIABLES = frozenset(
     }
 )
 _REMEMBERED_PIECES = 200_000
+_OTHER_TEMPLATES = 4
+_OTHER_CACHE_BYTES = 64 << 20
+"""Clients may send templates (with vLLM's --trust-request-chat-template); all of theirs together stay at 256 MiB."""
 
 
 class LohaChatRenderer(HfRenderer):
@@ -56,11 +59,10 @@ class LohaChatRenderer(HfRenderer):
         hf_config = config.model_config.hf_config
         folder = config.model_config.tokenizer
         self._defaults = server_defaults()
-        self._renderer_for = lru_cache(maxsize=8)(
-            lambda template: checkpoint_renderer(folder, hf_config, chat_template=template)
-        )
+        self._own = checkpoint_renderer(folder, hf_config)
+        self._renderer_of = lru_cache(maxsize=_OTHER_TEMPLATES)(self._another)
         identity = latent_identity(config.model_config.model, hf_config, config.model_config.dtype)
-        self._cutter = Cutter(self._renderer_for(None).settings, identity)
+        self._cutter = Cutter(self._own.settings, identity)
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._seen_lock = threading.Lock()  # there may be several render threads (--renderer-num-workers)
         self._render_in_thread = make_async(self._render, executor=self._executor)
@@ -94,8 +96,9 @@ class LohaChatRenderer(HfRenderer):
 
     def _rendering(self, history: list[Any], params: ChatParams, options: RequestOptions) -> Rendering:
         kwargs = params.chat_template_kwargs
+        renderer = self._own if params.chat_template is None else self._renderer_of(params.chat_template)
         try:
-            return self._renderer_for(params.chat_template).render(
+            return renderer.render(
                 history,
                 kwargs.get("tools"),
                 window=options.window,
@@ -106,6 +109,17 @@ class LohaChatRenderer(HfRenderer):
             )
         except RecursionError as error:
             raise LohaError("the messages are nested too deeply") from error
+
+    def _another(self, template: str) -> Renderer:
+        """Return a renderer of the checkpoint with another chat template, for the server or for one request."""
+        return Renderer(
+            self._own.tokenizer,
+            encoder_tokenizer=self._own.encoder_tokenizer,
+            settings=self._own.settings,
+            placeholder_id=self._own.placeholder_id,
+            chat_template=template,
+            cache_bytes=_OTHER_CACHE_BYTES,
+        )
 
     def _place(self, rendering: Rendering) -> list[PlacedPiece]:
         placed = []
