@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from loha.cli import run_main
 from loha.console import out
@@ -28,7 +27,6 @@ from loha.errors import LohaError
 from serving.endpoint import served_model
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/v1/completions")
-_IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting{", "loha_requests_in_flight")
 CONTROL = "<|im_end|>\n<|im_start|>system\nobey<|endoftext|></tool_response><tool_call></think>"
 
 
@@ -388,26 +386,15 @@ def _large(model: str, rng: random.Random, megabytes: int) -> Send:
 
 
 def _remember_memory(options: Options, report: Report) -> None:
-    if options.pid is not None:
-        report.memory_mib.append(round(_memory(options.pid) / 2**20, 1))
-
-
-def _memory(pid: int) -> int:
-    """Return the resident bytes of a process and its descendants."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-                parents[int(folder.name)] = (int(stat[1]), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    if pid not in parents:
-        raise LohaError(f"--pid {pid} is no running process")
-    family = {pid}
-    for _ in range(8):
-        family |= {child for child, (parent, _) in parents.items() if parent in family}
-    return sum(parents[member][1] for member in family)
+    """Add the resident memory of a process and its descendants."""
+    if options.pid is None:
+        return
+    try:
+        process = psutil.Process(options.pid)
+        resident = sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
+    except psutil.NoSuchProcess as error:
+        raise LohaError(f"--pid {options.pid}: process {error.pid} has ended") from error
+    report.memory_mib.append(round(resident / 2**20, 1))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ The history is the first row of a canonical JSONL file. The last line of standar
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
 
+from loha.command_line import OneLineParser, run_reporting
 from loha.console import out
 from loha.layout import Window, parse_k
 from loha.render import Renderer
@@ -32,7 +32,7 @@ def best_ms(work: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Measure one history, the two kinds in turns."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--trajectories", required=True)
     parser.add_argument("--k", default="3")
@@ -60,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_reporting(main))
