@@ -3,17 +3,19 @@
     python -m acd.ablations --config configs/ablations/*.yaml --seeds 0 1 2 --out runs/ablations
 
 Each cell trains a configuration with one seed and evaluates the student on the held-out trajectories. The untrained
-starts are evaluated too. `results.jsonl` has one object per cell, `results.md` the table, `results.png` the plot.
+starts are evaluated too. A cell is done again when its configuration or the files that it names have changed.
+`results.jsonl` has one object per cell, `results.md` the table, `results.png` the plot.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from acd.ablation_report import write_report
-from acd.command import run_command
 from acd.config import Config, config_dict, load_config
 from acd.evaluate import EvaluationRule, evaluate_student
+from acd.input_hash import input_hash
 from acd.train import train
 from loha.atomic import atomic_path
+from loha.command_line import OneLineParser, run_reporting
 from loha.console import out
 from loha.errors import LohaError
 from loha.layout import parse_k
@@ -39,6 +42,8 @@ TURNS = 8
 READ_BACK_SHARE = 0.1
 """Of the questions asked in evaluation: more than in training, for a steadier figure."""
 RESULT_NAME = "result.json"
+TRAINED_NAME = "trained.txt"
+"""Holds the key of the training whose run folder lies beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +55,23 @@ class Cell:
     """None: the student that the arm starts from, untrained."""
 
     config: Config
+    inputs: str
+    """Hash of the files that the configuration names, as they were when the grid was made."""
+
     rule: EvaluationRule
     folder: Path
     patch: bool = True
     """False evaluates the base on the start's latents."""
 
     @property
+    def training_key(self) -> str:
+        """Hash of everything that the training depends on."""
+        return _hash({"config": config_dict(self.config), "inputs": self.inputs})
+
+    @property
     def key(self) -> str:
-        """Hash of everything that the cell was asked to do."""
-        asked = {"config": config_dict(self.config), "rule": asdict(self.rule), "patch": self.patch}
-        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """Hash of everything that the cell was asked to do, and of what it was to read."""
+        return _hash({"training": self.training_key, "rule": asdict(self.rule), "patch": self.patch})
 
     def result(self) -> dict[str, Any] | None:
         """Return what the cell gave, None when it has not been done as it is asked now."""
@@ -81,7 +93,7 @@ def make_cells(
         turns: evaluated of each trajectory; None for all.
 
     Raises:
-        LohaError: when two files have one name or a file is not a configuration.
+        LohaError: when two files have one name, a file is not a configuration, or what it names is not there.
     """
     arms = {path.stem: load_config(path) for path in configs}
     if len(arms) < len(configs):
@@ -95,19 +107,27 @@ def make_cells(
         candidates=reference.teacher.candidates,
         chunk=reference.loss.chunk,
     )
-    cells = [
-        Cell(arm="base", seed=None, config=reference, rule=rule, folder=out_dir / "cells" / "base", patch=False),
-    ]
+    inputs = {arm: input_hash(config) for arm, config in arms.items()}
+
+    def cell(arm: str, name: str, seed: int | None, config: Config, *, patch: bool = True) -> Cell:
+        folder = out_dir / "cells" / name
+        if seed is not None:
+            config = replace(config, run=replace(config.run, seed=seed, output_dir=str(folder / "run")))
+        return Cell(
+            arm=name if seed is None else arm,
+            seed=seed,
+            config=config,
+            inputs=inputs[arm],
+            rule=rule,
+            folder=folder,
+            patch=patch,
+        )
+
+    cells = [cell(next(iter(arms)), "base", None, reference, patch=False)]
     for student in dict.fromkeys(config.model.student for config in arms.values()):
-        config = next(config for config in arms.values() if config.model.student == student)
-        name = f"start {Path(student).name}"
-        cells.append(Cell(arm=name, seed=None, config=config, rule=rule, folder=out_dir / "cells" / name))
-    for seed in seeds:
-        for arm, config in arms.items():
-            folder = out_dir / "cells" / f"{arm}-seed-{seed}"
-            run = replace(config.run, seed=seed, output_dir=str(folder / "run"))
-            cells.append(Cell(arm=arm, seed=seed, config=replace(config, run=run), rule=rule, folder=folder))
-    return cells
+        arm, config = next((arm, config) for arm, config in arms.items() if config.model.student == student)
+        cells.append(cell(arm, f"start {Path(student).name}", None, config))
+    return cells + [cell(arm, f"{arm}-seed-{seed}", seed, config) for seed in seeds for arm, config in arms.items()]
 
 
 def run_cells(cells: Sequence[Cell], out_dir: Path, *, jobs: int = 1) -> list[dict[str, Any]]:
@@ -127,6 +147,7 @@ def run_cells(cells: Sequence[Cell], out_dir: Path, *, jobs: int = 1) -> list[di
     context = get_context("forkserver")
     context.set_forkserver_preload(["acd.train", "acd.evaluate"])  # one import of torch for all cells
     missing = [cell for cell in cells if cell.result() is None]
+    reporting = threading.Lock()  # two threads would write the same temporary files, and pyplot is not made for threads
     bar = progress_bar("ablations", total=len(missing), unit="cell")
     with bar, ThreadPoolExecutor(jobs) as pool:
 
@@ -138,8 +159,9 @@ def run_cells(cells: Sequence[Cell], out_dir: Path, *, jobs: int = 1) -> list[di
                 raise LohaError(
                     f"cell {cell.folder.name} failed with {process.exitcode}; see {cell.folder / 'log.txt'}"
                 )
-            write_report(_results(cells), out_dir)
-            bar.update()
+            with reporting:
+                write_report(_results(cells), out_dir)
+                bar.update()
 
         futures = [pool.submit(one, cell) for cell in missing]
         try:
@@ -161,6 +183,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     begin = time.perf_counter()
     student = cell.config.model.student
     if cell.seed is not None:
+        _forget_other_training(cell)
         train(cell.config)
         student = str(Path(cell.config.run.output_dir) / "student")
         if not Path(student).is_dir():
@@ -179,6 +202,20 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return result
 
 
+def _forget_other_training(cell: Cell) -> None:
+    """Remove a run that was made from other files or settings: training would go on from its checkpoints."""
+    path, run = cell.folder / TRAINED_NAME, Path(cell.config.run.output_dir)
+    known = path.is_file() and path.read_text(encoding="utf-8") == cell.training_key
+    if not known and run.is_dir():
+        shutil.rmtree(run)
+    with atomic_path(path) as temporary:
+        temporary.write_text(cell.training_key, encoding="utf-8")
+
+
+def _hash(asked: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def _child(cell: Cell) -> None:
     """Run a cell with its output in a log."""
     import torch
@@ -192,7 +229,7 @@ def _child(cell: Cell) -> None:
         def run() -> None:
             run_cell(cell)
 
-        code = run_command(run)
+        code = run_reporting(run)
     sys.exit(code)
 
 
@@ -202,7 +239,7 @@ def _results(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and evaluate configurations with several seeds, and report mean and spread."""
-    parser = argparse.ArgumentParser(prog="python -m acd.ablations", description=main.__doc__)
+    parser = OneLineParser(prog="python -m acd.ablations", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--config", nargs="+", type=Path, required=True, help="one file per arm, the reference first")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--k", nargs="+", default=list(KS), help="windows to evaluate")
@@ -222,4 +259,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_reporting(main))
