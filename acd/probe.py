@@ -21,7 +21,7 @@ from loha.render import Renderer, View
 from loha.student import Student
 from loha.trajectory import Trajectory
 
-_JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_JSON_CALL = re.compile(r"<tool_call>\s*(\{.*?)</tool_call>", re.DOTALL)  # Qwen-Coder puts its tags in <tool_call> too
 _TAG_CALL = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _TAG_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _LINE_NUMBER = re.compile(r"^ *\d+(?:\t|: ?|\| ?)", re.MULTILINE)
@@ -87,14 +87,16 @@ def parse_call(text: str) -> Call | None:
     Knows `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen) and
     `<function=NAME><parameter=KEY>VALUE</parameter></function>` (OpenHands, Qwen-Coder).
     """
-    tagged = _TAG_CALL.search(text)
-    if tagged:
-        return Call(tagged[1], dict(_TAG_ARGUMENT.findall(tagged[2])))
-    found = _JSON_CALL.search(text)
-    if not found:
-        return None
+    tagged, found = _TAG_CALL.search(text), _JSON_CALL.search(text)
+    # The arguments of a JSON call may quote a tagged one, and the other way round: the outer one begins first.
+    if found and (not tagged or found.start() < tagged.start()):
+        return _json_call(found[1])
+    return Call(tagged[1], dict(_TAG_ARGUMENT.findall(tagged[2]))) if tagged else None
+
+
+def _json_call(text: str) -> Call | None:
     try:
-        values = json.loads(found[1])
+        values = json.loads(text)
         arguments = values["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return Call(values["name"], arguments) if isinstance(arguments, dict) and values["name"] else None

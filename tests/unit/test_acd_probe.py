@@ -19,6 +19,17 @@ from loha.trajectory import Trajectory
             "<function=edit>\n<parameter=old_str>\na\n  b\n</parameter>\n</function>",
             Call("edit", {"old_str": "a\n  b"}),
         ),
+        (
+            '<tool_call>{"name": "grep", "arguments": {"text": "<function=a><parameter=x>1</parameter></function>"}}'
+            "</tool_call>",
+            Call("grep", {"text": "<function=a><parameter=x>1</parameter></function>"}),
+        ),
+        (
+            "<function=grep><parameter=text><tool_call>{}</tool_call></parameter></function>",
+            Call("grep", {"text": "<tool_call>{}</tool_call>"}),
+        ),
+        ("<tool_call>\n<function=a><parameter=x>1</parameter></function></tool_call>", Call("a", {"x": "1"})),
+        ('<tool_call>{"name": <function=a></function></tool_call>', None),
         ("no call at all", None),
         ('<tool_call>{"name": "bash", "arguments": {"cmd": </tool_call>', None),
         ('<tool_call>{"name": "bash", "arguments": {}}', None),
