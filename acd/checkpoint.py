@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loha.atomic import atomic_path
 from loha.errors import LohaError
-from loha.weight_files import read_header, read_json
+from loha.weight_files import read_header, read_json, save_tensors
 
 FORMAT = 1
 TENSORS_NAME = "trained.safetensors"
@@ -83,6 +83,9 @@ class CheckpointFolder:
             trained: parameters by name.
             optimizer: AdamW over the same parameters.
             random_states: one per rank.
+
+        Raises:
+            LohaError: when it cannot be written, for instance on a full disk.
         """
         path = self.path(cursor.step)
         state = {
@@ -95,8 +98,8 @@ class CheckpointFolder:
         with atomic_path(path) as temporary:
             temporary.mkdir()
             tensors, moments = whole_tensors(trained, optimizer)
-            save_file(tensors, temporary / TENSORS_NAME)
-            save_file(moments, temporary / MOMENTS_NAME)
+            save_tensors(tensors, temporary / TENSORS_NAME)
+            save_tensors(moments, temporary / MOMENTS_NAME)
             (temporary / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
         for _, old in sorted(self._all())[: -self.keep_last]:
             shutil.rmtree(old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from accelerate import Accelerator
@@ -61,3 +62,8 @@ class HeldOut:
         self.student.train()
         report = evaluator.report()
         return report | {"loss": report["k"]["0"]["kl"] + self.anchor_weight * report["drift"]}
+
+
+def is_better(loss: float, best: float | None) -> bool:
+    """Return whether a held-out loss is the lowest so far; one that is no finite number never is."""
+    return math.isfinite(loss) and (best is None or loss < best)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from acd.loss import Targets
@@ -134,6 +134,9 @@ def write_shard(
         fingerprint: of the teacher, the tokenizer, the template and the layout.
         vocabulary: V of the teacher's softmax.
         notes: how it was computed, for people.
+
+    Raises:
+        LohaError: when it cannot be written, for instance on a full disk.
     """
     arrays = {name: np.concatenate([stored.arrays()[name] for _, _, stored in parts]) for name in parts[0][2].arrays()}
     trajectories, start = [], 0
@@ -149,7 +152,10 @@ def write_shard(
         "trajectories": trajectories,
     }
     with atomic_path(path) as temporary:
-        save_file(arrays, temporary, metadata={"teacher_cache": json.dumps(about)})
+        try:
+            save_file(arrays, temporary, metadata={"teacher_cache": json.dumps(about)})
+        except SafetensorError as error:
+            raise LohaError(f"{path} cannot be written: {error}; is there space and permission?") from error
         temporary.chmod(0o644)  # safetensors makes files that only their owner can read
 
 

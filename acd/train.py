@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from acd.checkpoint import Cursor, random_state, restore, whole_tensors
 from acd.command import command_parser, parse_command, run_command
 from acd.config import Config, config_dict
-from acd.held_out import HeldOut
+from acd.held_out import HeldOut, is_better
 from acd.metrics import EVALUATIONS_NAME, METRICS_NAME, JsonLines, flat, step_metrics
 from acd.optimizer import make_optimizer, set_rates
 from acd.parts import Parts, load_parts, make_accelerator
@@ -204,7 +204,7 @@ def _evaluate(held_out: HeldOut, log: _Log, cursor: Cursor, folder: RunFolder, p
     """Evaluate on the held-out slice and keep the best student."""
     report = held_out.evaluate()
     log.evaluation(cursor.step, report)
-    if cursor.best is not None and report["loss"] >= cursor.best:
+    if not is_better(report["loss"], cursor.best):
         return cursor
     if log.main:
         parts.student.save(folder.best_student)

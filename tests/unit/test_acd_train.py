@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from acd.config import OptimizerConfig, load_config
 from acd.corpus import Corpus
 from acd.encoder_cache import PooledCache
 from acd.evaluate import EvaluationRule, Evaluator
+from acd.held_out import is_better
 from acd.metrics import JsonLines, flat
 from acd.optimizer import make_optimizer, schedule_factor, set_rates
 from acd.parts import load_student, make_accelerator
@@ -231,6 +234,28 @@ def test_checkpoints_of_another_student_are_refused(world: World, tmp_path: Path
     (path / "trained.safetensors").write_bytes((path / "trained.safetensors").read_bytes()[:-9])
     with pytest.raises(LohaError, match="not a complete safetensors file"):
         restore(path, student.trainable(), optimizer, rank=0, plan_key="k")
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk(world: World, tmp_path: Path) -> None:
+    """Files of this process may not grow beyond 10,000 bytes for a moment; the older checkpoint stays."""
+    student = load_student(world.config(model={"checkpointing": False}), CPU)
+    optimizer = make_optimizer(student, OptimizerConfig())
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    folder.save(Cursor(step=1, plan_key="k"), student.trainable(), optimizer, [])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
+            folder.save(Cursor(step=2, plan_key="k"), student.trainable(), optimizer, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.steps() == [1] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_no_number_is_never_the_best() -> None:
+    assert is_better(2.0, None) and is_better(1.0, 2.0)
+    assert not is_better(2.0, 2.0)
+    assert not any(is_better(loss, best) for loss in (math.nan, math.inf) for best in (None, 1.0))
 
 
 def test_random_states_survive_json() -> None:
