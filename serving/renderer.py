@@ -96,8 +96,9 @@ class LohaChatRenderer(HfRenderer):
 
     def _rendering(self, history: list[Any], params: ChatParams, options: RequestOptions) -> Rendering:
         kwargs = params.chat_template_kwargs
-        renderer = self._own if params.chat_template is None else self._renderer_of(params.chat_template)
+        other = params.chat_template
         try:
+            renderer = self._own if other is None else self._renderer_of(other)
             return renderer.render(
                 history,
                 kwargs.get("tools"),
@@ -109,6 +110,10 @@ class LohaChatRenderer(HfRenderer):
             )
         except RecursionError as error:
             raise LohaError("the messages are nested too deeply") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            if other is None:
+                raise
+            raise LohaError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
     def _another(self, template: str) -> Renderer:
         """Return a renderer of the checkpoint with another chat template, for the server or for one request."""
