@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from acd.command import command_parser, parse_command, run_command, student_config
+from acd.command import command_parser, parse_command, student_config
 from acd.config import Config
 from acd.corpus import Corpus, Entry
 from acd.loss import Targets
@@ -38,6 +38,7 @@ from acd.teacher_cache import (
 )
 from acd.views import Example, full_view
 from loha.attention import Pieces
+from loha.command_line import run_reporting
 from loha.console import out
 from loha.decoder import load_decoder
 from loha.encoder import use_packed_attention
@@ -295,4 +296,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_reporting(main))

@@ -1,13 +1,13 @@
-"""What the commands of this package share: `--config F`, overrides of any key, and user errors in one line."""
+"""What the commands of this package share: `--config F` and overrides of any key."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from acd.config import Config, load_config
-from loha.command_line import OneLineParser, run_reporting
+from loha.command_line import OneLineParser
 from loha.student import encoder_folder
 from loha.student_files import StudentConfig, read_student_config
 
@@ -28,11 +28,6 @@ def parse_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
     """Return the command's own options and the configuration with overrides applied."""
     options, overrides = parser.parse_known_args(argv)
     return options, load_config(options.config, overrides, prog=parser.prog)
-
-
-def run_command(function: Callable[[], int | None]) -> int:
-    """Call a command; user errors become one line on standard error and status 2."""
-    return run_reporting(function)
 
 
 def student_config(config: Config) -> StudentConfig:

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from acd.command import command_parser, parse_command, run_command
+from acd.command import command_parser, parse_command
 from acd.config import Config
 from acd.corpus import Corpus
 from acd.loss import Targets, certain_targets, score
@@ -32,6 +32,7 @@ from acd.rows import Packed, pack_examples, starts_of
 from acd.scores import Answer, Scores, answer_report, table_rows
 from acd.teacher import candidates_for, top_candidates
 from acd.views import Example, example_of, full_view, latent_view, require_same_assistant
+from loha.command_line import run_reporting
 from loha.console import out
 from loha.errors import LohaError
 from loha.layout import Window, format_k, parse_k, parse_polling
@@ -319,4 +320,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_reporting(main))

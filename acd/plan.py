@@ -21,12 +21,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from acd.command import command_parser, parse_command, run_command, student_config
+from acd.command import command_parser, parse_command, student_config
 from acd.config import Config
 from acd.corpus import Corpus
 from acd.packing import Limits, Piece, Step, make_steps
 from acd.views import ViewBuilder, ViewRule
 from loha.atomic import atomic_path
+from loha.command_line import run_reporting
 from loha.console import out
 from loha.errors import LohaError
 from loha.progress import progress_bar
@@ -242,4 +243,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_reporting(main))

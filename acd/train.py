@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from acd.checkpoint import Cursor, random_state, restore, whole_tensors
-from acd.command import command_parser, parse_command, run_command
+from acd.command import command_parser, parse_command
 from acd.config import Config, config_dict
 from acd.held_out import HeldOut, is_better
 from acd.metrics import EVALUATIONS_NAME, METRICS_NAME, JsonLines, flat, step_metrics
@@ -34,6 +34,7 @@ from acd.rows import TrainingRow
 from acd.run_folder import RunFolder
 from acd.sharding import is_sharded, no_sync, shard, whole, whole_value
 from acd.step import AcdModel
+from loha.command_line import run_reporting
 from loha.progress import note, progress_bar
 from loha.student import Student
 
@@ -271,4 +272,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_reporting(main))

@@ -173,18 +173,18 @@ def start(function: Callable[..., None], options: Options, name: str) -> BasePro
 
 def _cache(words: list[str]) -> None:
     from acd.cache_teacher import main as cache
-    from acd.command import run_command
+    from loha.command_line import run_reporting
 
     _one_thread()
-    sys.exit(run_command(lambda: cache(words)))
+    sys.exit(run_reporting(lambda: cache(words)))
 
 
 def _train(words: list[str]) -> None:
-    from acd.command import run_command
     from acd.train import main as train
+    from loha.command_line import run_reporting
 
     _one_thread()
-    sys.exit(run_command(lambda: train(words)))
+    sys.exit(run_reporting(lambda: train(words)))
 
 
 def _one_thread() -> None:

@@ -61,19 +61,19 @@ def _start(function: Callable[..., None], words: list[str], rank: int, world: in
 
 
 def _train(words: list[str], rank: int, world: int, port: int) -> None:
-    from acd.command import run_command
     from acd.train import main
+    from loha.command_line import run_reporting
 
     _prepare(rank, world, port)
-    sys.exit(run_command(lambda: main(["--config", *words])))
+    sys.exit(run_reporting(lambda: main(["--config", *words])))
 
 
 def _cache(words: list[str], rank: int, world: int, port: int) -> None:
     from acd.cache_teacher import main
-    from acd.command import run_command
+    from loha.command_line import run_reporting
 
     _prepare(rank, world, port)
-    sys.exit(run_command(lambda: main(["--config", *words])))
+    sys.exit(run_reporting(lambda: main(["--config", *words])))
 
 
 def _prepare(rank: int, world: int, port: int) -> None:

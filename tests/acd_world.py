@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,3 +87,14 @@ def make_body(rng: random.Random, step: int) -> str:
     lines += [f"{word}_{rng.randint(10, 99)} = {rng.randint(1000, 9999)}" for word in rng.sample(WORDS, 4)]
     lines += [" ".join(rng.choices(WORDS, k=5)) for _ in range(rng.randint(1, 6))]
     return "\n".join(lines)
+
+
+@contextmanager
+def full_disk(after: int) -> Iterator[None]:
+    """Within the block no file of this process may grow beyond `after` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from acd import evaluate
 from acd.cache_teacher import write_cache
 from acd.checkpoint import CheckpointFolder, Cursor, random_state, restore, set_random_state
-from acd.command import run_command
 from acd.config import OptimizerConfig, load_config
 from acd.corpus import Corpus
 from acd.encoder_cache import PooledCache
@@ -27,10 +25,11 @@ from acd.optimizer import make_optimizer, schedule_factor, set_rates
 from acd.parts import load_student, make_accelerator
 from acd.scores import Answer, answer_report
 from acd.train import train
+from loha.command_line import run_reporting
 from loha.errors import LohaError
 from loha.init_student import Options, init_student
 from loha.student import Student
-from tests.acd_world import World, make_world
+from tests.acd_world import World, full_disk, make_world
 
 CPU = torch.device("cpu")
 STEPS = 12
@@ -152,7 +151,7 @@ def test_cache_of_another_template(run: Path, world: World, tmp_path: Path) -> N
 def test_evaluation_command(run: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
     config = world.write_config("evaluate", data={"held_out": str(world.trajectories), "held_out_limit": 2})
     words = ["--config", str(config), "--student", str(run / "student"), "--k", "0", "1", "3", "inf"]
-    assert run_command(lambda: evaluate.main([*words, "--turns", "2", "--read-back", "--probe", "2"])) == 0
+    assert run_reporting(lambda: evaluate.main([*words, "--turns", "2", "--read-back", "--probe", "2"])) == 0
     *table, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
     assert list(report["k"]) == ["0", "1", "3", "inf"] and len(table) == 5
@@ -160,7 +159,7 @@ def test_evaluation_command(run: Path, world: World, capsys: pytest.CaptureFixtu
     assert len({r["positions"] for r in report["k"].values()}) == 1
     assert report["drift"] == report["k"]["inf"]["kl"] > 0
     assert {k: probe["asked"] for k, probe in report["tool_calls"].items()} == dict.fromkeys(report["k"], 4)
-    assert run_command(lambda: evaluate.main([*words[:-1], "three"])) == 2
+    assert run_reporting(lambda: evaluate.main([*words[:-1], "three"])) == 2
     assert "K must be 0, 1, 2, ... or inf" in capsys.readouterr().err
 
 
@@ -237,18 +236,13 @@ def test_checkpoints_of_another_student_are_refused(world: World, tmp_path: Path
 
 
 def test_a_checkpoint_that_does_not_fit_the_disk(world: World, tmp_path: Path) -> None:
-    """Files of this process may not grow beyond 10,000 bytes for a moment; the older checkpoint stays."""
+    """The older one stays."""
     student = load_student(world.config(model={"checkpointing": False}), CPU)
     optimizer = make_optimizer(student, OptimizerConfig())
     folder = CheckpointFolder(tmp_path, keep_last=1)
     folder.save(Cursor(step=1, plan_key="k"), student.trainable(), optimizer, [])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
-            folder.save(Cursor(step=2, plan_key="k"), student.trainable(), optimizer, [])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(after=10_000), pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
+        folder.save(Cursor(step=2, plan_key="k"), student.trainable(), optimizer, [])
     assert folder.steps() == [1] and len(list(tmp_path.iterdir())) == 1
 
 

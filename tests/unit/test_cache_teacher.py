@@ -18,8 +18,9 @@ from acd.loss import Targets
 from acd.parts import make_accelerator
 from acd.teacher import top_candidates
 from acd.teacher_cache import SHARD_GLOB, TeacherCache, pack_targets, unpack_targets, write_shard
+from loha.command_line import run_reporting
 from loha.errors import LohaError
-from tests.acd_world import World, make_world
+from tests.acd_world import World, full_disk, make_world
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +115,13 @@ def test_candidates_are_clipped_for_tiny_vocabularies(world: World, tmp_path: Pa
 def test_truncated_shard_is_named_with_its_remedy(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from acd.command import run_command
-
     config = world.write_config("truncated", teacher={"cache": str(tmp_path / "cache")})
     main(["--config", str(config)])
     shard = sorted((tmp_path / "cache").glob(SHARD_GLOB))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
     capsys.readouterr()
     for words in ([], ["--verify", "5"]):
-        assert run_command(lambda words=words: main(["--config", str(config), *words])) == 2  # type: ignore[misc]
+        assert run_reporting(lambda words=words: main(["--config", str(config), *words])) == 2  # type: ignore[misc]
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(lines) == 1 and str(shard) in lines[0] and "delete it and run acd.cache_teacher again" in lines[0]
 
@@ -161,6 +160,13 @@ def test_shards_of_another_size_are_refused(world: World, tmp_path: Path) -> Non
         write_shard(tmp_path / f"shard-{number:05d}-0.safetensors", parts, fingerprint={}, vocabulary=20, notes={})
     with pytest.raises(LohaError, match="holds 6 candidates a position, expected 5"):
         TeacherCache(tmp_path)
+
+
+def test_a_shard_that_does_not_fit_the_disk(tmp_path: Path) -> None:
+    path, parts = tmp_path / "shard-00000-0.safetensors", [("t", "0" * 16, pack_targets(random_targets(300, 20, 5)))]
+    with full_disk(after=2000), pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
+        write_shard(path, parts, fingerprint={}, vocabulary=20, notes={})
+    assert not list(tmp_path.iterdir())
 
 
 def test_reading_one_trajectory_equals_the_file(world: World) -> None:
