@@ -64,7 +64,7 @@ def main() -> int:
         "tool_call": [(call.function.name, call.function.arguments) for call in called] == [("bash", COMMAND)],
         "overflow": raised(lambda: ask(messages=flood)),
         "impossible_k": raised(lambda: ask(extra_body={"loha": {"k": -1}})),
-        "unknown_suffix": raised(lambda: ask(f"{name}:k-1")),
+        "unknown_suffix": raised(lambda: ask(f"{name}:latest")),
     }
     expected = {
         "overflow": "ContextWindowExceededError",
