@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from serving import metrics
@@ -47,6 +48,9 @@ class Answer:
             await self._begin(message, report)
         elif message["type"] == "http.response.body" and self._start is not None:
             await self._pass_body(message, self._account.report)
+        elif message["type"] == "http.response.start" and message["status"] == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            # The rest of the body is never read, so no other request can follow on this connection.
+            await self._send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
         else:
             await self._send(message)
 

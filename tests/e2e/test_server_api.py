@@ -199,3 +199,10 @@ def test_anthropic_and_responses_routes_take_the_same_options(server: Server) ->
         answer = server.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["loha"]["latent_tokens"] > 0, path
+
+
+def test_a_body_over_the_limit_is_a_413_that_ends_its_connection_only(server: Server) -> None:
+    refused = server.client.post("/v1/chat/completions", content=b" " * (9 << 20))
+    assert refused.status_code == 413 and "--max-body-mib" in refused.json()["error"]["message"]
+    assert refused.headers["connection"] == "close"  # its unread rest would break the next request on it
+    assert server.post(one_observation(BODY)).status_code == 200
