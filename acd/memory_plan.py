@@ -18,9 +18,9 @@ Phase = Literal["loss", "backward"]
 
 FLOAT32 = 4
 INT64 = 8
-ACTIVATION_GRADIENTS = 4
-"""MLP-wide tensors beside gate and up in the activation's backward pass: the gradient that comes in, silu(gate), and
-the two gradients that go out (`loha.mlp`)."""
+ACTIVATION_GRADIENTS = 3
+"""MLP-wide tensors beside gate and up in the activation's backward pass: the gradient that comes in and the two that go
+out, which are written over what they are made of (`loha.mlp`)."""
 
 CONTEXT_BYTES = 1_500_000_000
 """Driver context, matrix-product workspaces and communication buffers of one process. Assumed."""

@@ -199,7 +199,7 @@ def test_the_cheapest_lever_is_named() -> None:
 
 
 def test_shorter_rows_come_when_nothing_else_is_enough() -> None:
-    plan = plan_training(paper_setup(gpu="l40s-48gb", world=1))
+    plan = plan_training(paper_setup(gpu="a100-40gb", world=1))
     assert not plan.fits
     assert not any(lever.fits for lever in plan.levers if lever.change == "model.offload: true")
     small = plan_training(paper_setup(gpu="rtx4090-24gb", world=1))
