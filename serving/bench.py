@@ -30,6 +30,7 @@ from serving.load_arm import LoadArm, load_arms
 from serving.load_plot import plot_load
 from serving.load_run import LoadRun, Log
 from serving.load_summary import load_table, ratio_table, ratios, summarize_arms, summarize_rounds
+from serving.measurement import measures_the_same
 from serving.reply_plan import PlannedRun, plan_runs, read_plan, write_plan
 
 SETTINGS = "settings.json"
@@ -235,14 +236,7 @@ def _resume(
         "max_model_len": limit,
     }
     path = options.out / SETTINGS
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in settings.items():
-            if before.get(name) != value:
-                raise LohaError(
-                    f"{options.out} holds a benchmark with {name} {before.get(name)!r}, this one has {value!r}: "
-                    "choose another --out or remove the folder"
-                )
+    if measures_the_same(path, settings, kind="benchmark"):
         return
     about = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
     with atomic_path(path) as temporary:

@@ -25,6 +25,7 @@ from loha.progress import progress_bar
 from serving.endpoint import Endpoint
 from serving.load_arm import LoadArm, order
 from serving.load_summary import Slice
+from serving.measurement import run_together
 from serving.replay import ReplayedRun, RunRequest, replay_run
 from serving.reply_plan import PlannedRun
 from serving.run_tag import run_tag
@@ -130,7 +131,7 @@ class LoadRun:
                 finished += 1
 
         try:
-            await _all(agent() for _ in range(self.concurrency))
+            await run_together(agent() for _ in range(self.concurrency))
         finally:
             seconds = time.perf_counter() - start
             with suppress(asyncio.CancelledError):
@@ -172,16 +173,6 @@ class LoadRun:
             tag = run_tag(self.started, self._sequence)
             yield RunRequest(planned=planned, arm=arm, round=number, copy=copies[name], tag=tag)
             copies[name] += 1
-
-
-async def _all(agents: Any) -> None:
-    """Run all; the first failure stops the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for agent in agents:
-                group.create_task(agent)
-    except* LohaError as errors:
-        raise errors.exceptions[0] from None
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> list[Any]:

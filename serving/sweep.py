@@ -25,6 +25,7 @@ from loha.trajectory import read_trajectories
 from serving.arm import Arm, grid
 from serving.cell import Cell, Question, ask, questions, turn_step
 from serving.endpoint import served_model
+from serving.measurement import measures_the_same, run_together
 from serving.plot import plot_sweep
 from serving.summary import ArmSummary, summarize, table
 
@@ -131,7 +132,7 @@ async def _run(options: Options, arms: Sequence[Arm], asked: Sequence[Question])
             progress_bar("sweep", total=sum(len(part) for _, part in todo), unit="call") as bar,
         ):
             sweep = _Sweep(client, model, options, cells, log, bar)
-            await _all(sweep.sequence(arm, part) for arm, part in todo)
+            await run_together(sweep.sequence(arm, part) for arm, part in todo)
     return cells
 
 
@@ -164,16 +165,6 @@ class _Sweep:
                 self.bar.update()
 
 
-async def _all(sequences: Any) -> None:
-    """Run all; the first failure stops the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for sequence in sequences:
-                group.create_task(sequence)
-    except* LohaError as errors:
-        raise errors.exceptions[0] from None
-
-
 def _sequences(
     arms: Sequence[Arm], asked: Sequence[Question], done: Mapping[tuple[str, int, str], Cell]
 ) -> list[tuple[Arm, list[Question]]]:
@@ -203,15 +194,7 @@ def _resume(options: Options, model: str, checkpoint: str | None) -> dict[tuple[
         "max_tokens": options.max_tokens,
     }
     path = options.out / SETTINGS
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in settings.items():
-            if before.get(name) != value:
-                raise LohaError(
-                    f"{options.out} holds a sweep with {name} {before.get(name)!r}, this one has {value!r}: "
-                    "choose another --out or remove the folder"
-                )
-    else:
+    if not measures_the_same(path, settings, kind="sweep"):
         with atomic_path(path) as temporary:
             temporary.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     log = options.out / CELLS
