@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from acd.checkpoint import MOMENTS_NAME, TENSORS_NAME, CheckpointFolder
-from acd.metrics import METRICS_NAME, TIMES, read_lines
+from acd.metrics import METRICS_NAME, TIMES, leaves, read_lines
 from loha.errors import LohaError
 from loha.weight_files import read_header
 
@@ -57,7 +57,7 @@ def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> dict[str, Any] | None:
     """Return the first figure that differs, in the order in which a step computes them; times are not compared."""
-    a, b = (dict(_leaves(line)) for line in (one, other))
+    a, b = (dict(leaves(line, separator="/")) for line in (one, other))
     order = ("tokens", "distill", "read_back", "anchor", "loss", "grad_norm", "lr")
     keys = sorted(a.keys() | b.keys(), key=lambda key: (_rank(key, order), key))
     for key in keys:
@@ -75,14 +75,6 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b))
     return a == b
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}/")
-        else:
-            yield prefix + key, value
 
 
 def _tensors(one: Path, other: Path, tolerance: float) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and key != "step":
             found[prefix + key] = float(value)
     return found
+
+
+def leaves(values: Mapping[str, Any], *, separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield everything in nested mappings by its path, as it is."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, separator=separator, prefix=f"{prefix}{key}{separator}")
+        else:
+            yield prefix + key, value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 
 from acd.checkpoint import CheckpointFolder
 from acd.config import Config, config_dict, config_yaml
+from acd.metrics import leaves
 from acd.plan import PLAN_NAME
 from loha.atomic import atomic_path
 from loha.errors import LohaError
@@ -76,8 +76,8 @@ class RunFolder:
         before = self.root / CONFIG_NAME
         if self.checkpoints.newest() is None or not before.is_file():
             return
-        old = dict(_leaves(yaml.safe_load(before.read_text(encoding="utf-8"))))
-        new = dict(_leaves(config_dict(self.config)))
+        old = dict(leaves(yaml.safe_load(before.read_text(encoding="utf-8")), separator="."))
+        new = dict(leaves(config_dict(self.config), separator="."))
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key) and not key.startswith(_FREE):
                 note(f"resuming with another {key}: {new.get(key)!r} (was {old.get(key)!r})")
@@ -109,11 +109,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
