@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo import ONE_THREAD
+from demo import HELD_OUT_SEED, ONE_THREAD, TRAIN_SEED, record
 from story import Story
 
 from acd.ablations import KS
@@ -47,7 +47,9 @@ def main(options: Options) -> None:
     names = options.arms or tuple(sorted(path.stem for path in FOLDER.glob("*.yaml") if path != REFERENCE))
     files = list(dict.fromkeys([REFERENCE, *(FOLDER / f"{name}.yaml" for name in names)]))
     configs = {path: load_config(path) for path in files}
-    _data(story)
+    for name, seed, instances in (("train", TRAIN_SEED, 640), ("held_out", HELD_OUT_SEED, 16)):
+        if not (RUN / f"{name}.jsonl").is_file():
+            record(story, RUN, name, base_dir(), seed=seed, instances=instances, runs=1)
     for config in configs.values():
         _student(story, config)
     for path, config in configs.items():
@@ -58,19 +60,6 @@ def main(options: Options) -> None:
         *("python", "-m", "acd.ablations", *grid, "--jobs", str(options.jobs), "--out", RUN),
     )
     story.finish()
-
-
-def _data(story: Story) -> None:
-    """Record, import and select trajectories, as the demo does."""
-    for name, seed, instances in (("train", "101", "640"), ("held_out", "202", "16")):
-        if (RUN / f"{name}.jsonl").is_file():
-            continue
-        raw, imported = RUN / f"raw/{name}.jsonl", RUN / f"imported/{name}.jsonl"
-        record = ("python", "-m", "miniature.world", "--seed", seed, "--instances", instances, "--runs", "1")
-        story.step(f"record {name} trajectories", *record, "--out", raw)
-        story.step(f"import {name}", "loha", "data", "import", raw, "--out", imported)
-        select = ("loha", "data", "select", imported, "--tokenizer", base_dir(), "--out", RUN / f"{name}.jsonl")
-        story.step(f"select {name}", *select)
 
 
 def _student(story: Story, config: Config) -> None:

@@ -78,17 +78,22 @@ def main(options: Options) -> None:
 
 
 def data(story: Story, base: Path, options: Options) -> None:
-    """Record trajectories, import them, keep the shortest successful one per instance."""
-    for name, seed, instances, runs in (
-        ("train", TRAIN_SEED, options.instances, "2"),
-        ("held_out", HELD_OUT_SEED, options.held_out, "2"),
+    """Record trajectories for training and for evaluation."""
+    for name, seed, instances in (
+        ("train", TRAIN_SEED, options.instances),
+        ("held_out", HELD_OUT_SEED, options.held_out),
     ):
-        raw, imported = RUN / f"raw/{name}.jsonl", RUN / f"imported/{name}.jsonl"
-        record = ("python", "-m", "miniature.world", "--seed", seed, "--instances", str(instances), "--runs", runs)
-        story.step(f"record {name} trajectories", *record, "--out", raw)
-        story.step(f"import {name}", "loha", "data", "import", raw, "--out", imported)
-        select = ("loha", "data", "select", imported, "--tokenizer", base)
-        story.step(f"select {name}: the shortest success per instance", *select, "--out", RUN / f"{name}.jsonl")
+        record(story, RUN, name, base, seed=seed, instances=instances, runs=2)
+
+
+def record(story: Story, folder: Path, name: str, base: Path, *, seed: str, instances: int, runs: int) -> None:
+    """Record trajectories, import them, keep the shortest successful one per instance in `<folder>/<name>.jsonl`."""
+    raw, imported = folder / f"raw/{name}.jsonl", folder / f"imported/{name}.jsonl"
+    world = ("python", "-m", "miniature.world", "--seed", seed, "--instances", str(instances), "--runs", str(runs))
+    story.step(f"record {name} trajectories", *world, "--out", raw)
+    story.step(f"import {name}", "loha", "data", "import", raw, "--out", imported)
+    select = ("loha", "data", "select", imported, "--tokenizer", base)
+    story.step(f"select {name}: the shortest success per instance", *select, "--out", folder / f"{name}.jsonl")
 
 
 def evaluate(story: Story) -> dict[str, Any]:
