@@ -6,7 +6,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,23 +120,3 @@ class TextReader:
     def markers(self) -> torch.Tensor:
         """Refuse: there are no markers."""
         raise AssertionError("a text reader was given latents")
-
-
-class ExportedReader:
-    """A serving checkpoint made by `loha export`, as a `Reader`."""
-
-    def __init__(self, folder: Path) -> None:
-        from loha.reference import ReferenceModel
-
-        self._model = ReferenceModel.from_checkpoint(folder)
-        self.decoder = self._model.decoder
-        self.ratio = self._model.checkpoint.settings.ratio
-
-    def latents(self, bodies_XO: torch.Tensor) -> torch.Tensor:
-        """Return `[X, L, D]` latents of equally long bodies."""
-        pooled = self._model.latent_encoder(list(bodies_XO))
-        return self._model.adapter(torch.stack(list(pooled)))
-
-    def markers(self) -> torch.Tensor:
-        """Return the `[2, D]` markers."""
-        return self._model.markers

@@ -327,7 +327,7 @@ def train_lclm(
 
 
 class Reader(Protocol):
-    """A decoder with what turns observations into its input vectors: an LCLM, or an exported student."""
+    """A decoder with what turns observations into its input vectors: an LCLM, or text alone (`evaluate.TextReader`)."""
 
     decoder: Any
 

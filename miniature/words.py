@@ -12,5 +12,3 @@ KEYS = [head + tail for head in _KEY_HEADS.split() for tail in _KEY_TAILS.split(
 
 VALUES = [head + tail for head in _VALUE_HEADS.split() for tail in _VALUE_TAILS.split()]
 """64 values; always written after a space."""
-
-SHORTEST_WORD = min(len(word) for word in KEYS + VALUES)
