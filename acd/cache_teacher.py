@@ -47,7 +47,7 @@ from loha.fingerprint import Fingerprint, weights_hash
 from loha.progress import note, progress_bar
 from loha.render import Renderer
 from loha.student import build_renderer
-from loha.weight_files import FLOAT_DTYPES
+from loha.weight_files import float_dtype
 
 _SHARED_PARTS = ("tokenizer", "chat_template", "layout_version")
 VERIFY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
@@ -264,7 +264,7 @@ def _write_shards(
 def _load_teacher(config: Config, source: str, device: torch.device) -> Teacher:
     return Teacher(
         source,
-        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=float_dtype(config.model.dtype),
         device=device,
         candidates=config.teacher.candidates,
         chunk=config.loss.chunk,

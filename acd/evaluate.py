@@ -40,7 +40,7 @@ from loha.progress import progress_bar
 from loha.render import Renderer, View
 from loha.student import Student
 from loha.trajectory import Trajectory
-from loha.weight_files import FLOAT_DTYPES
+from loha.weight_files import float_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ def evaluate_student(config: Config, folder: str, rule: EvaluationRule, *, patch
         folder,
         base=config.model.base,
         lclm=config.model.lclm,
-        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=float_dtype(config.model.dtype),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     evaluator = Evaluator(student.eval(), rule, patch=patch)

@@ -23,7 +23,7 @@ from acd.views import ViewBuilder
 from loha.errors import LohaError
 from loha.progress import note
 from loha.student import Student
-from loha.weight_files import FLOAT_DTYPES
+from loha.weight_files import float_dtype
 
 _WAIT = datetime.timedelta(hours=3)
 """Measuring the views of 35,140 trajectories takes the main process more than the default ten minutes."""
@@ -110,7 +110,7 @@ def load_student(config: Config, device: torch.device) -> Student:
         config.model.student,
         base=config.model.base,
         lclm=config.model.lclm,
-        dtype=FLOAT_DTYPES[config.model.dtype] if config.model.dtype else None,
+        dtype=float_dtype(config.model.dtype),
         device=device,
     )
     if config.model.checkpointing:

@@ -21,7 +21,7 @@ from loha.rounding_drift import DEFAULT_PROBE, RoundingDrift, measure_drift
 from loha.serving_checkpoint import ENCODER_TOKENIZER, copy_side_files, write_json, write_shards
 from loha.student import build_renderer, encoder_folder, verify_parts
 from loha.student_files import StudentConfig, StudentFiles
-from loha.weight_files import FLOAT_DTYPES, WeightFiles, read_json
+from loha.weight_files import WeightFiles, float_dtype, read_json
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DRIFT_NAME = "rounding_drift.json"
@@ -60,7 +60,7 @@ def main(options: Options) -> None:
         options.student,
         options.out,
         decoder_only=options.decoder_only,
-        dtype=FLOAT_DTYPES[options.dtype] if options.dtype else None,
+        dtype=float_dtype(options.dtype),
         base=options.base,
         lclm=options.lclm,
         probe=options.probe,

@@ -28,8 +28,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats of models, under the names that options and configurations use."""
 
 _HEADER_LIMIT = 100 << 20  # the format's own limit
 
@@ -154,6 +152,12 @@ def read_header(file: str | Path) -> dict[str, TensorEntry]:
         for name, value in header.items()
         if name != "__metadata__"
     }
+
+
+def float_dtype(name: str | None) -> torch.dtype | None:
+    """Return a model's number format by the name that options and configurations use; None stays None."""
+    formats = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return None if name is None else formats[name]
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
