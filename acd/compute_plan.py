@@ -152,6 +152,11 @@ class ComputeSetup:
     exchanged_bytes: int = 0
     """Gradients summed over ranks once per optimizer step."""
 
+    shard: bool = False
+    """Ranks keep parts of the weights and gather them in the forward and the backward pass of every row."""
+
+    tokens_per_row: int = 204_800
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputePlan:
@@ -172,6 +177,8 @@ class ComputePlan:
     """Within the seconds per step: copies of layer inputs, taken as not overlapped."""
 
     exchange_seconds_per_step: float
+    """Of gradients, and of weights where they are sharded; taken as not overlapped."""
+
     tokens_per_second: float
     """Over all ranks."""
 
@@ -195,7 +202,7 @@ def plan_compute(setup: ComputeSetup, work: Work) -> ComputePlan:
     if setup.offload and setup.checkpointing:
         boundary_bytes = setup.decoder.layers * setup.decoder.width * setup.element_bytes
         offload = 2 * work.tokens * boundary_bytes / (setup.gpu.host_bandwidth * setup.world)
-    exchange = exchange_seconds(setup) * work.steps
+    exchange = exchange_seconds(setup) * work.steps + gather_seconds(setup, work.tokens)
     seconds = compute_seconds + offload + exchange
     return ComputePlan(
         tokens=work.tokens,
@@ -251,12 +258,23 @@ def executed_flops(setup: ComputeSetup, work: Work) -> float:
 
 
 def exchange_seconds(setup: ComputeSetup) -> float:
-    """Return the seconds of one gradient exchange (ring), over the slower link when there are several machines."""
-    if setup.world < 2:
+    """Return the seconds of one gradient exchange: a rank gets all sums, or where sharded those of its part."""
+    return (1 if setup.shard else 2) * _ring_seconds(setup, setup.exchanged_bytes)
+
+
+def gather_seconds(setup: ComputeSetup, tokens: int) -> float:
+    """Return the seconds that gathering sharded weights takes in a run of so many tokens over all ranks."""
+    if not setup.shard:
         return 0.0
-    share = 2 * (setup.world - 1) / setup.world
+    rows_per_rank = tokens / (ROW_FILL * setup.tokens_per_row * setup.world)
+    weights = setup.decoder.parameters() * setup.element_bytes + setup.exchanged_bytes
+    return rows_per_rank * 2 * _ring_seconds(setup, weights)
+
+
+def _ring_seconds(setup: ComputeSetup, size: int) -> float:
+    """Return the seconds in which every rank sends its part of `size` bytes to all, over the slowest link."""
     bandwidth = setup.gpu.link_bandwidth if setup.world <= setup.gpus_per_node else setup.gpu.host_bandwidth
-    return share * setup.exchanged_bytes / bandwidth
+    return (setup.world - 1) / setup.world * size / bandwidth
 
 
 def _attention(shape: ModelShape, work: Work) -> float:

@@ -9,6 +9,7 @@ Notation: T tokens of the row, D width, F MLP width, Q heads * head width, KV li
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,10 @@ out, which are written over what they are made of (`loha.mlp`)."""
 
 CONTEXT_BYTES = 1_500_000_000
 """Driver context, matrix-product workspaces and communication buffers of one process. Assumed."""
+
+GATHERED_LAYERS = 3
+"""Layers of sharded weights that a rank holds whole: the one at work, the next one's buffer, and its copy out of it.
+Assumed, from how FSDP2 prefetches."""
 
 SLACK = 0.04
 """Share of the activations that the caching allocator cannot use. Assumed."""
@@ -54,11 +59,19 @@ class MemorySetup:
     ranks: int = 1
     """Data-parallel processes; more than one adds the buckets that gradients are exchanged in."""
 
+    shard: bool = False
+    """Each of several ranks keeps its part of decoder, adapter and moments (`acd.sharding`)."""
+
     on_gpu: bool = True
     """False counts as the CPU back-end does: no flash workspaces, no offload, a float32 copy of the head."""
 
     several_pieces: bool = False
     """CPU only: several pieces in a row, whose attention outputs are joined by a copy."""
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts that decoder, adapter and moments are kept in."""
+        return self.ranks if self.shard else 1
 
     @property
     def trained_parameters(self) -> int:
@@ -168,19 +181,38 @@ def layer_saved_bytes(setup: MemorySetup) -> int:
 def _resident(setup: MemorySetup) -> list[Component]:
     trained = setup.trained()
     total = setup.trained_parameters * FLOAT32
+    decoder = setup.decoder.parameters() * setup.element_bytes
     parts = [
-        Component(name="frozen decoder", bytes=setup.decoder.parameters() * setup.element_bytes),
+        Component(name="frozen decoder", bytes=math.ceil(decoder / setup.parts)),
         Component(
             name="frozen encoder",
             bytes=setup.encoder.parameters(with_head=False) * setup.element_bytes if setup.encoder else 0,
         ),
-        *(Component(name=f"{name} (float32)", bytes=count * FLOAT32) for name, count in trained.items()),
+        *(
+            Component(name=f"{name} (float32)", bytes=math.ceil(count * FLOAT32 / setup.parts))
+            for name, count in trained.items()
+        ),
+        # Sharded ranks, too, keep them whole until the exchange after the last row of a step.
         Component(name="gradients", bytes=total),
-        Component(name="Adam moments", bytes=2 * total),
+        Component(name="Adam moments", bytes=math.ceil(2 * total / setup.parts)),
     ]
-    if setup.ranks > 1:
+    if setup.parts > 1:
+        parts.append(Component(name="gathered weights", bytes=_gathered_bytes(setup)))
+    elif setup.ranks > 1:
         parts.append(Component(name="gradient exchange buckets", bytes=total))
     return parts
+
+
+def _gathered_bytes(setup: MemorySetup) -> int:
+    """Return the bytes of sharded weights that a rank holds whole while a row runs.
+
+    FSDP2 gathers what belongs to no layer (vocabulary matrices, last norm, adapter) once, and the rest layer by layer.
+    """
+    shape, trained = setup.decoder, setup.trained()
+    matrices = (1 if shape.tied else 2) * shape.embedding_parameters
+    frozen = (shape.parameters() - matrices) * setup.element_bytes
+    layer = (frozen + (trained["patch"] + trained["gains"]) * FLOAT32) // shape.layers
+    return matrices * setup.element_bytes + trained["adapter"] * FLOAT32 + GATHERED_LAYERS * layer
 
 
 def _row(setup: MemorySetup) -> list[Component]:

@@ -268,7 +268,7 @@ def training_report(plan: TrainingPlan) -> list[str]:
             ("executed PFLOP per step", f"{compute.executed_flops / compute.steps / 1e15:,.1f}"),
             ("seconds per step", f"{compute.seconds_per_step:.1f}"),
             ("of it copies to the host", f"{compute.offload_seconds_per_step:.2f}"),
-            ("of it gradient exchange", f"{compute.exchange_seconds_per_step:.3f}"),
+            ("of it exchange between ranks", f"{compute.exchange_seconds_per_step:.3f}"),
             ("tokens/s per GPU", f"{compute.tokens_per_second_per_gpu:,.0f}"),
             ("hours", f"{compute.hours:.1f}"),
             ("GPU hours", f"{compute.gpu_hours:.1f}"),

@@ -146,6 +146,7 @@ def training_setup(
         loss_chunk=config.loss.chunk,
         candidates=config.teacher.candidates,
         ranks=world,
+        shard=config.model.shard,
     )
     compute = ComputeSetup(
         decoder=decoder,
@@ -161,6 +162,8 @@ def training_setup(
         utilisation=utilisation,
         element_bytes=element_bytes,
         exchanged_bytes=4 * memory.trained_parameters,
+        shard=config.model.shard,
+        tokens_per_row=row,
     )
     return TrainingSetup(memory=memory, compute=compute, work=work, tokens_per_step=config.packing.tokens_per_step)
 
@@ -201,6 +204,8 @@ def _levers(setup: TrainingSetup) -> Iterator[Lever]:
         singles.append((change, {"mlp_chunks": CHUNKS_TRIED}, "one more forward pass of the MLP"))
     if memory.loss_chunk > 256:
         singles.append(("loss.chunk: 256", {"loss_chunk": 256}, "smaller products in the loss"))
+    if memory.ranks > 1 and not memory.shard:
+        singles.append(("model.shard: true", {"shard": True}, "weights gathered for every row"))
     combined: dict[str, Any] = {}
     for change, lever, note in singles:
         yield _lever(setup.with_levers(**lever), change, note)

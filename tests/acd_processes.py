@@ -18,14 +18,23 @@ TIMEOUT_S = 300.0
 
 def start_train(config: Path, *overrides: str, world: int = 1) -> list[BaseProcess]:
     """Start `acd/train.py` on `world` processes."""
-    port = free_port()
-    return [_start(_train, [str(config), *overrides], rank, world, port) for rank in range(world)]
+    return start(_train, str(config), *overrides, world=world)
 
 
 def start_cache(config: Path, *overrides: str, world: int = 1) -> list[BaseProcess]:
     """Start `acd.cache_teacher` on `world` processes."""
+    return start(_cache, str(config), *overrides, world=world)
+
+
+def start(function: Callable[[list[str], int, int, int], None], *words: str, world: int) -> list[BaseProcess]:
+    """Start a function of (words, rank, world, port) in `world` processes; it calls `prepare` first."""
     port = free_port()
-    return [_start(_cache, [str(config), *overrides], rank, world, port) for rank in range(world)]
+    processes: list[BaseProcess] = [
+        _FORKSERVER.Process(target=function, args=(list(words), rank, world, port)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -54,17 +63,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(function: Callable[..., None], words: list[str], rank: int, world: int, port: int) -> BaseProcess:
-    process = _FORKSERVER.Process(target=function, args=(words, rank, world, port))
-    process.start()
-    return process
-
-
 def _train(words: list[str], rank: int, world: int, port: int) -> None:
     from acd.train import main
     from loha.command_line import run_reporting
 
-    _prepare(rank, world, port)
+    prepare(rank, world, port)
     sys.exit(run_reporting(lambda: main(["--config", *words])))
 
 
@@ -72,11 +75,12 @@ def _cache(words: list[str], rank: int, world: int, port: int) -> None:
     from acd.cache_teacher import main
     from loha.command_line import run_reporting
 
-    _prepare(rank, world, port)
+    prepare(rank, world, port)
     sys.exit(run_reporting(lambda: main(["--config", *words])))
 
 
-def _prepare(rank: int, world: int, port: int) -> None:
+def prepare(rank: int, world: int, port: int) -> None:
+    """Set what a launcher sets, one thread each."""
     import torch
 
     torch.set_num_threads(1)

@@ -153,6 +153,17 @@ def test_offload_and_exchange_take_the_time_of_their_bytes() -> None:
     assert far.exchange_seconds_per_step == pytest.approx(2 * 15 / 16 * 566e6 / 50e9)
 
 
+def test_sharded_ranks_gather_weights_for_every_row() -> None:
+    work = typical_work(Lengths(), tokens_per_step=1_638_400)
+    plain = ComputeSetup(decoder=QWEN_4B, gpu=H100, world=8, exchanged_bytes=566_000_000, tokens_per_row=204_800)
+    replicated, sharded = plan_compute(plain, work), plan_compute(replace(plain, shard=True), work)
+    # One row a rank and step: its weights come once forward and once backward, its gradients go once.
+    gathered = 2 * (QWEN_4B.parameters() * 2 + 566e6)
+    expected = 7 / 8 * (gathered + 566e6) / 450e9
+    assert sharded.exchange_seconds_per_step == pytest.approx(expected, rel=0.001)
+    assert sharded.hours > replicated.hours
+
+
 def test_work_of_an_epoch_plan_is_exact() -> None:
     pieces = [
         Piece(trajectory="a", view="full", tokens=100, positions=30),
@@ -187,7 +198,8 @@ def test_the_papers_run_fits_one_h100_with_offload() -> None:
 
 
 def test_the_cheapest_lever_is_named() -> None:
-    plan = plan_training(paper_setup())
+    assert "set model.shard: true" in plan_training(paper_setup()).advice
+    plan = plan_training(paper_setup(world=1, packing={"tokens_per_row": 262_144, "tokens_per_step": 2_097_152}))
     assert not plan.fits
     assert "set model.offload: true" in plan.advice
     by_change = {lever.change: lever for lever in plan.levers}
@@ -196,6 +208,18 @@ def test_the_cheapest_lever_is_named() -> None:
     assert plan.compute.hours < offload.hours < chunks.hours
     both = by_change["model.offload: true, model.mlp_chunks: 8"]
     assert both.peak_bytes < min(offload.peak_bytes, chunks.peak_bytes)
+
+
+def test_sharding_is_a_lever_of_several_ranks() -> None:
+    changes = {lever.change for lever in plan_training(paper_setup(world=1)).levers}
+    assert "model.shard: true" not in changes
+    replicated = plan_training(paper_setup())
+    lever = next(lever for lever in replicated.levers if lever.change == "model.shard: true")
+    sharded = plan_training(paper_setup(model={"shard": True}))
+    assert lever.peak_bytes == sharded.memory.peak_bytes < replicated.memory.peak_bytes
+    assert lever.hours == sharded.compute.hours > replicated.compute.hours
+    assert sharded.memory.of("frozen decoder") == pytest.approx(replicated.memory.of("frozen decoder") / 8, abs=1)
+    assert plan_training(paper_setup(world=1, model={"shard": True})).memory.of("gathered weights") == 0
 
 
 def test_shorter_rows_come_when_nothing_else_is_enough() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
@@ -18,6 +21,7 @@ from acd.config import LossConfig
 from acd.loss import Targets, certain_targets
 from acd.memory_plan import MemorySetup, layer_saved_bytes, plan_memory
 from acd.rows import Packed, Supervised, TrainingRow
+from acd.sharding import shard
 from acd.step import AcdModel
 from loha.adapter import Adapter
 from loha.attention import Pieces
@@ -26,6 +30,7 @@ from loha.encoder import EncoderSettings, LatentEncoder
 from loha.model_shape import KNOWN_SHAPES, ModelShape
 from loha.student import Student
 from loha.student_files import StudentConfig
+from tests.acd_processes import finish, prepare, start
 from tests.tolerances import PLANNED_PEAK, PLANNED_PEAK_LATENTS, PLANNED_PEAK_WITHOUT_CHECKPOINTS
 
 CANDIDATES = 8
@@ -232,6 +237,28 @@ def test_resident_bytes_are_the_students() -> None:
     assert plan.of("frozen encoder") == sum(p.nbytes for p in encoder.parameters())
     frozen = sum(p.nbytes for p in student.decoder.parameters() if not p.requires_grad)
     assert plan.of("frozen decoder") == frozen
+
+
+def write_kept_bytes(words: list[str], rank: int, world: int, port: int) -> None:
+    """Shard the small student and write what this rank keeps of it."""
+    prepare(rank, world, port)
+    dist.init_process_group("gloo")
+    student = make_student(Qwen3ForCausalLM(Qwen3Config(**SMALL)))
+    shard(AcdModel(student, LossConfig(), candidates=CANDIDATES), torch.device("cpu"))
+    kept = {"frozen decoder": [p for p in student.decoder.parameters() if not p.requires_grad]}
+    kept |= {f"{name} (float32)": list(group.values()) for name, group in student.groups().items()}
+    kept["frozen encoder"] = list(student.latent_encoder.encoder.parameters())
+    local = {name: sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in group) for name, group in kept.items()}
+    Path(words[0], f"{rank}.json").write_text(json.dumps(local))
+
+
+def test_a_sharded_rank_keeps_the_planned_bytes(tmp_path: Path) -> None:
+    assert finish(start(write_kept_bytes, str(tmp_path), world=2)) == [0, 0]
+    student = make_student(Qwen3ForCausalLM(Qwen3Config(**SMALL)))
+    plan = plan_memory(setup_of(student, ranks=2, shard=True))
+    for rank in range(2):
+        kept = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kept == {name: plan.of(name) for name in kept}
 
 
 def test_the_papers_row_on_one_h100() -> None:
