@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import transformers
 import tyro
 
 from loha import __version__
@@ -179,6 +180,8 @@ def _serving_config(config: StudentConfig, text_config: dict[str, Any], dtype: t
         "placeholder_token_id": build_renderer(config).placeholder_id,
         "tie_word_embeddings": bool(text_config.get("tie_word_embeddings", False)),
         "loha_version": __version__,
+        # Without it transformers 5 warns of a Mistral tokenizer's fault when it loads any large tokenizer from here.
+        "transformers_version": transformers.__version__,
         "fingerprint": config.fingerprint,
     }
 
