@@ -24,20 +24,21 @@ def write_report(results: Sequence[Result], folder: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a Markdown table, one row per arm: exact turns at each K, drift, and exact read-back answers.
+    """Return a Markdown table, one row per arm: exact turns at each K, drift, and read-back answers.
 
     Spread is the sample standard deviation over seeds; an arm with one seed has none.
     """
     if not results:
         return "no cell is done yet\n"
     ks = list(results[0]["k"])
-    head = ["arm", "seeds", *(f"exact turns K={k}" for k in ks), "drift, nats", "exact read-back"]
+    head = ["arm", "seeds", *(f"exact turns K={k}" for k in ks), "drift, nats", "exact read-back", "read-back, nats"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for arm, group in by_arm(results).items():
         cells = [percent(group, lambda r, k=k: r["k"][k]["exact_turns"]) for k in ks]  # type: ignore[misc]
         drift = number(group, lambda r: r.get("drift"))
         answers = percent(group, lambda r: r.get("read_back", {}).get("exact"))
-        lines.append("| " + " | ".join([arm, str(len(group)), *cells, drift, answers]) + " |")
+        nats = number(group, lambda r: r.get("read_back", {}).get("nll"))
+        lines.append("| " + " | ".join([arm, str(len(group)), *cells, drift, answers, nats]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -211,11 +211,19 @@ class Evaluator:
         answer_N = _on(hidden_TD, example.answer_ids)
         states_N = _on(hidden_TD, example.answer_states)
         head_VD = self.student.lm_head_weight
-        _, best_N = score(certain_targets(answer_N), hidden_TD[states_N], head_VD, chunk=self.rule.chunk)
+        nats_N, best_N = score(certain_targets(answer_N), hidden_TD[states_N], head_VD, chunk=self.rule.chunk)
         observations = len(self.renderer.rule.find(trajectory.messages))
-        right = (best_N == answer_N).split(list(example.answer_lengths))
-        for question, answer in zip(example.questions, right, strict=True):
-            self.answers.append(Answer(observations - 1 - question.observation, bool(answer.all())))
+        lengths = list(example.answer_lengths)
+        parts = zip((best_N == answer_N).split(lengths), nats_N.split(lengths), strict=True)
+        for question, (right, nats) in zip(example.questions, parts, strict=True):
+            self.answers.append(
+                Answer(
+                    age=observations - 1 - question.observation,
+                    tokens=len(right),
+                    exact_tokens=int(right.sum()),
+                    nats=float(nats.sum(dtype=torch.float64)),
+                )
+            )
 
     def _student_hidden(self, packed: Packed) -> Tensor:
         with nullcontext() if self.patch else self.student.patch_disabled():

@@ -51,23 +51,41 @@ class Answer:
 
     age: int
     """Observations newer than the one that holds the answer."""
-    exact: bool
+    tokens: int
+    """Of the answer, its end of turn included."""
+    exact_tokens: int
+    """Of them, those that are the student's likeliest."""
+    nats: float
+    """Negative log-probability of the whole answer."""
+
+    @property
+    def exact(self) -> bool:
+        """Return whether every token is the likeliest."""
+        return self.exact_tokens == self.tokens
 
 
 def answer_report(answers: Iterable[Answer]) -> dict[str, Any]:
-    """Return the share of exact answers, in all and by age."""
+    """Return the share of exact answers and tokens and the nats per token, in all and by age."""
     answers = list(answers)
-    report: dict[str, Any] = {"asked": len(answers), "exact": _share(answers), "by_age": {}}
+    report = _answer_means(answers) | {"by_age": {}}
     for low, high in AGES:
         group = [a for a in answers if a.age >= low and (high is None or a.age <= high)]
         if group:
             name = str(low) if low == high else f"{low}-{high}" if high is not None else f"{low}+"
-            report["by_age"][name] = {"asked": len(group), "exact": _share(group)}
+            report["by_age"][name] = _answer_means(group)
     return report
 
 
-def _share(answers: list[Answer]) -> float | None:
-    return sum(a.exact for a in answers) / len(answers) if answers else None
+def _answer_means(answers: list[Answer]) -> dict[str, Any]:
+    if not answers:
+        return {"asked": 0, "exact": None, "exact_tokens": None, "nll": None}
+    tokens = sum(a.tokens for a in answers)
+    return {
+        "asked": len(answers),
+        "exact": sum(a.exact for a in answers) / len(answers),
+        "exact_tokens": sum(a.exact_tokens for a in answers) / tokens,
+        "nll": sum(a.nats for a in answers) / tokens,
+    }
 
 
 def table_rows(by_k: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -182,23 +182,23 @@ def test_between_moves_the_context_only_grows_and_the_engine_reuses_all_of_it(
     server: Server, reference: Reference
 ) -> None:
     """vLLM's own counter of prefix hits, in blocks of 32, against the positions that two contexts share."""
-    histories = growing(12, seed=7000)
+    histories = growing(17, seed=7000)
     before: list[int] = []
     moves = []
     for step, history in enumerate(histories):
-        rendering = reference.render(history, k=1, polling=4)
+        rendering = reference.render(history, k=1, polling=8)
         ids = [*rendering.token_ids]
         for latent in rendering.latents:  # a latent position is what its observation is, not its placeholder
             for position in range(latent.start, latent.start + latent.count + 2):
                 ids[position] = hash((latent.encoder_ids, position - latent.start))
         shared = next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
         hits = server.engine_counter("prefix_cache_hits")
-        server.reply(history, loha=options(1, 4), max_tokens=1)
+        server.reply(history, loha=options(1, 8), max_tokens=1)
         assert server.engine_counter("prefix_cache_hits") - hits == shared // 32 * 32, step
         if shared < len(before):
             moves.append(step)
         before = ids
-    assert moves == [3, 7, 11]  # 0-based: at every fourth observation
+    assert moves == [7, 15]  # 0-based: at every eighth observation
 
 
 def test_messages_never_reach_the_log(server: Server) -> None:

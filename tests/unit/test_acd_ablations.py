@@ -112,11 +112,15 @@ def test_what_the_user_gave_wrong(
 
 
 def test_spread_is_over_seeds() -> None:
-    results = [
-        {"arm": "a", "seed": s, "k": {"0": {"exact_turns": x}}, "drift": d, "read_back": {"exact": None}}
+    results: list[dict[str, Any]] = [
+        {"arm": "a", "seed": s, "k": {"0": {"exact_turns": x}}, "drift": d, "read_back": {"exact": x, "nll": d}}
         for s, x, d in ((0, 0.5, 0.1), (1, 0.7, 0.3))
     ]
-    assert "| a | 2 | 60.0 ± 14.1 % | 0.2000 ± 0.1414 |  |" in table(results)
+    row = "| a | 2 | 60.0 ± 14.1 % | 0.2000 ± 0.1414 | 60.0 ± 14.1 % | 0.2000 ± 0.1414 |"
+    assert row in table(results)
+    del results[0]["read_back"]
+    results[1]["read_back"] = {"exact": None, "nll": None}
+    assert "| a | 2 | 60.0 ± 14.1 % | 0.2000 ± 0.1414 |  |  |" in table(results)
 
 
 def test_every_ablation_differs_in_one_thing() -> None:

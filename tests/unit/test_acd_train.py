@@ -23,8 +23,11 @@ from acd.held_out import is_better
 from acd.metrics import JsonLines, flat
 from acd.optimizer import make_optimizer, schedule_factor, set_rates
 from acd.parts import load_student, make_accelerator
+from acd.readback import ReadBackRule
+from acd.rows import pack_examples
 from acd.scores import Answer, answer_report
 from acd.train import train
+from acd.views import latent_view
 from loha.command_line import run_reporting
 from loha.errors import LohaError
 from loha.init_student import Options, init_student
@@ -190,16 +193,39 @@ def test_the_base_is_its_own_teacher(world: World) -> None:
 
 
 def test_answers_by_age() -> None:
-    report = answer_report([Answer(0, True), Answer(2, False), Answer(3, True), Answer(40, False)])
+    counts = ((0, 4, 4, 0.5), (2, 2, 0, 6.0), (3, 2, 2, 0.5), (40, 2, 1, 3.0))  # age, tokens, likeliest ones, nats
+    report = answer_report([Answer(age=a, tokens=t, exact_tokens=e, nats=n) for a, t, e, n in counts])
     assert report == {
         "asked": 4,
         "exact": 0.5,
+        "exact_tokens": 0.7,
+        "nll": 1.0,
         "by_age": {
-            "0": {"asked": 1, "exact": 1.0},
-            "1-3": {"asked": 2, "exact": 0.5},
-            "16+": {"asked": 1, "exact": 0.0},
+            "0": {"asked": 1, "exact": 1.0, "exact_tokens": 1.0, "nll": 0.125},
+            "1-3": {"asked": 2, "exact": 0.5, "exact_tokens": 0.5, "nll": 1.625},
+            "16+": {"asked": 1, "exact": 0.0, "exact_tokens": 0.5, "nll": 1.5},
         },
     }
+    assert answer_report([]) == {"asked": 0, "exact": None, "exact_tokens": None, "nll": None, "by_age": {}}
+
+
+@torch.no_grad()
+def test_read_back_is_scored_as_dense_logits_say(run: Path, world: World) -> None:
+    corpus = Corpus(world.trajectories, limit=1)
+    (trajectory,) = (corpus[entry.id] for entry in corpus.entries())
+    student, rule = Student.load(run / "student").eval(), ReadBackRule(share=0.3)
+    evaluator = Evaluator(student, EvaluationRule(ks=(), readback=rule))
+    evaluator.add(trajectory)
+    example = latent_view(student.renderer(), trajectory, k=0, readback=rule, seed=f"evaluation/{trajectory.id}")
+    packed = pack_examples([example])
+    hidden = student(packed.token_ids_T, packed.regions, packed.position_ids_1T, packed.lengths)[0]
+    logits = hidden[list(example.answer_states)] @ student.lm_head_weight.t()
+    answers = torch.tensor(list(example.answer_ids))
+    nats = -logits.log_softmax(1).gather(1, answers[:, None])[:, 0]
+    report = evaluator.report()["read_back"]
+    assert report["asked"] == len(example.questions) > 1
+    assert report["nll"] == pytest.approx(nats.mean().item(), rel=1e-5)
+    assert report["exact_tokens"] == pytest.approx((logits.argmax(1) == answers).double().mean().item())
 
 
 def test_groups_and_schedule(world: World) -> None:
