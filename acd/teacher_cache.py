@@ -25,14 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 
 from acd.loss import Targets
 from loha.atomic import atomic_path
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint, require_match
-from loha.weight_files import read_header
+from loha.weight_files import read_header, save_tensors
 
 FORMAT = 1
 INDEX_NAME = "index.json"
@@ -152,11 +151,8 @@ def write_shard(
         "trajectories": trajectories,
     }
     with atomic_path(path) as temporary:
-        try:
-            save_file(arrays, temporary, metadata={"teacher_cache": json.dumps(about)})
-        except SafetensorError as error:
-            raise LohaError(f"{path} cannot be written: {error}; is there space and permission?") from error
-        temporary.chmod(0o644)  # safetensors makes files that only their owner can read
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        save_tensors(tensors, temporary, metadata={"teacher_cache": json.dumps(about)})
 
 
 def read_shard_info(path: Path) -> ShardInfo:
