@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from loha.weight_files import WeightFiles
 JSON_NAME = "init_report.json"
 PLOT_NAME = "init_report.png"
 ROWS_AT_ONCE = 8192
+UNRELATED = 1.0
+"""Relative norm from which a delta says that the two models have nothing in common: matrices that were trained apart
+differ by about sqrt(2) of their norm, an LCLM from its base by a small part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,16 @@ class InitReport:
     def to_json(self) -> bytes:
         """Return the JSON document."""
         return (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
+
+    def warning(self) -> str | None:
+        """Return what makes the LCLM doubtful: weights that have nothing in common with the base's; else None."""
+        median = statistics.median(report.relative_norm for report in self.projections)
+        if median < UNRELATED:
+            return None
+        return (
+            f"warning: half of the LCLM decoder's projections differ from the base's by {median:.2f} times their norm "
+            "or more, as those of another model do; the start is useless if the LCLM was not made from this base"
+        )
 
     def table(self) -> str:
         """Return one line per kind of projection (means over layers), and the gains."""

@@ -11,7 +11,7 @@ import torch
 
 from loha.adapter import Adapter
 from loha.atomic import check_replaceable
-from loha.console import out
+from loha.console import err, out
 from loha.decoder import is_projection
 from loha.encoder import EncoderSettings
 from loha.errors import LohaError
@@ -79,6 +79,8 @@ def main(options: Options) -> None:
     if report:
         extra = {JSON_NAME: report.to_json(), PLOT_NAME: report.plot()}
         out(report.table())
+        if warning := report.warning():
+            err(warning)
     files.write(options.out, extra=extra)
     patch = sum(A.numel() + B.numel() for A, B in files.patch.values())
     gains = sum(gain.numel() for gain in files.gains.values())

@@ -127,6 +127,18 @@ def test_an_lclm_of_another_base(root: Path, tmp_path: Path, change: object, mes
     assert not (tmp_path / "student").exists()
 
 
+def test_an_lclm_of_an_unrelated_model_with_the_same_shapes(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but the weights tells them apart: a warning, and the report shows how far off they are."""
+    main(Options(base=root / "base", lclm=root / "lclm", rank=RANK, out=tmp_path / "student"))
+    assert "warning" not in capsys.readouterr().err
+    other = write_decoder(tmp_path / "other", seed=99)
+    write_lclm(tmp_path / "lclm", other)
+    main(Options(base=root / "base", lclm=tmp_path / "lclm", rank=RANK, out=tmp_path / "student"))
+    assert "differ from the base's by 1.4" in capsys.readouterr().err
+
+
 def test_an_lclm_of_another_width(root: Path, tmp_path: Path) -> None:
     write_decoder(tmp_path / "wide", width=48)
     with pytest.raises(LohaError, match=r"writes width 32, the base .* reads 48"):
