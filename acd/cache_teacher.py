@@ -29,6 +29,7 @@ from acd.loss import Targets
 from acd.teacher import candidates_for, top_candidates
 from acd.teacher_cache import (
     SHARD_GLOB,
+    Key,
     TeacherCache,
     check_shard,
     pack_targets,
@@ -215,7 +216,7 @@ def _compare(
         example = full_view(renderer, corpus[entry.id])
         picked = sorted(rng.sample(range(len(example.states)), min(share, left, len(example.states))))
         index_N = torch.tensor(picked)
-        stored = cache.read(entry.id, example.assistant_hash).select(index_N)
+        stored = cache.read(Key(entry.id, entry.digest, example.assistant_hash)).select(index_N)
         fresh = teacher.targets(example).to(torch.device("cpu")).select(index_N)
         kl.append(_kl_between(fresh, stored))
         same.append(fresh.ids_NC[:, 0] == stored.ids_NC[:, 0])
@@ -256,7 +257,8 @@ def _write_shards(
             parts = []
             for entry in shard.entries:
                 example = full_view(renderer, corpus[entry.id])
-                parts.append((entry.id, example.assistant_hash, pack_targets(teacher.targets(example))))
+                key = Key(entry.id, entry.digest, example.assistant_hash)
+                parts.append((key, pack_targets(teacher.targets(example))))
                 bar.update()
             write_shard(shard.path, parts, fingerprint=fingerprint, vocabulary=len(teacher.head_VD), notes=notes)
 

@@ -60,6 +60,10 @@ class Corpus:
         stream.seek(entry.offset)
         return parse_line(stream.readline(), where=f"{self.path}: row {entry.row}")
 
+    def entry(self, trajectory_id: str) -> Entry:
+        """Return where a trajectory lies, and its digest."""
+        return self._entries[trajectory_id]
+
     def entries(self) -> list[Entry]:
         """Return the trajectories in file order."""
         return list(self._entries.values())

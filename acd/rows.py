@@ -15,7 +15,7 @@ from acd.corpus import Corpus
 from acd.loss import Targets, certain_targets
 from acd.packing import Limits, Piece, Row, assign_rows
 from acd.plan import Plan
-from acd.teacher_cache import TeacherCache
+from acd.teacher_cache import Key, TeacherCache
 from acd.views import Example, ViewBuilder, full_view, require_same_assistant
 from loha.errors import LohaError
 
@@ -96,8 +96,8 @@ class RowBuilder:
         """Return the packed row with its targets.
 
         Raises:
-            LohaError: when the teacher cache lacks a trajectory or holds it with other assistant tokens, or a view is
-                not what the plan measured.
+            LohaError: when the teacher cache lacks a trajectory or holds it with other contents or assistant tokens,
+                or a view is not what the plan measured.
         """
         pieces = sorted(row, key=lambda piece: (piece.trajectory, piece.view))
         examples = [self.views.build(self.corpus[piece.trajectory], piece) for piece in pieces]
@@ -119,11 +119,14 @@ class RowBuilder:
         if self.source.live:
             return self._with_live_teacher(built, [p.trajectory for p in pieces], examples, latent, full)
         assert self.source.distill is not None and self.source.anchor is not None
-        names = [(piece.trajectory, example.assistant_hash) for piece, example in zip(pieces, examples, strict=True)]
+        keys = [
+            Key(piece.trajectory, self.corpus.entry(piece.trajectory).digest, example.assistant_hash)
+            for piece, example in zip(pieces, examples, strict=True)
+        ]
         return replace(
             built,
-            distill=replace(built.distill, targets=_cached(self.source.distill, [names[i] for i in latent])),
-            anchor=replace(built.anchor, targets=_cached(self.source.anchor, [names[i] for i in full])),
+            distill=replace(built.distill, targets=_cached(self.source.distill, [keys[i] for i in latent])),
+            anchor=replace(built.anchor, targets=_cached(self.source.anchor, [keys[i] for i in full])),
         )
 
     def _with_live_teacher(
@@ -207,8 +210,8 @@ def _check_length(piece: Piece, example: Example) -> None:
         )
 
 
-def _cached(cache: TeacherCache, names: Sequence[tuple[str, str]]) -> Targets:
-    found = [cache.read(trajectory, assistant_hash) for trajectory, assistant_hash in names]
+def _cached(cache: TeacherCache, keys: Sequence[Key]) -> Targets:
+    found = [cache.read(key) for key in keys]
     if not found:
         return certain_targets(_long([]))
     return Targets.join(found)

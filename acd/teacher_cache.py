@@ -7,9 +7,10 @@ A shard is one safetensors file with four tensors over all its P positions, traj
     logp      fp16   [P, C]      natural log-probabilities
     tail      fp16   [P]         natural log of the mass outside the candidates
 
-Its metadata holds the fingerprint and, per trajectory, id, first position, length and a hash of the assistant ids. A
-shard appears under its name only when it is whole, and its name says which trajectories it holds. The index is made
-from the shards; `index.json` is a copy for people.
+Its metadata holds the fingerprint and, per trajectory, id, digest of its contents, hash of its assistant ids, first
+position and length. Targets are found by the first three (`Key`): they depend on the whole context, not only on the
+tokens that they predict. A shard appears under its name only when it is whole, and its name says which trajectories it
+holds. The index is made from the shards; `index.json` is a copy for people.
 
 The tail is stored: recomputed from rounded log-probabilities it would be wrong by up to 1e-2 nats of KL. fp16
 log-probabilities do not sum to one exactly, so reading normalises the C + 1 buckets.
@@ -21,7 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ from loha.errors import LohaError
 from loha.fingerprint import Fingerprint, require_match
 from loha.weight_files import read_header, save_tensors
 
-FORMAT = 1
+FORMAT = 2
+"""1 did not say which contents of a trajectory the targets belong to."""
 INDEX_NAME = "index.json"
 SHARD_GLOB = "shard-*.safetensors"
 MAX_VOCABULARY = 1 << 18
@@ -60,6 +62,16 @@ class Stored:
         return {"ids_low": self.ids_low, "ids_high": self.ids_high, "logp": self.logp, "tail": self.tail}
 
 
+class Key(NamedTuple):
+    """What the targets of one trajectory are found by."""
+
+    trajectory: str
+    digest: str
+    """Of its contents, from `acd.corpus.Entry`."""
+    assistant_hash: str
+    """Of its assistant ids, from `acd.views.Example`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where the targets of one trajectory lie."""
@@ -67,7 +79,6 @@ class Place:
     shard: Path
     start: int
     length: int
-    assistant_hash: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ class ShardInfo:
     fingerprint: Fingerprint
     candidates: int
     vocabulary: int
-    trajectories: dict[str, Place]
+    trajectories: dict[Key, Place]
 
     @property
     def positions(self) -> int:
@@ -119,7 +130,7 @@ def unpack_targets(stored: Stored) -> Targets:
 
 def write_shard(
     path: Path,
-    parts: Sequence[tuple[str, str, Stored]],
+    parts: Sequence[tuple[Key, Stored]],
     *,
     fingerprint: Mapping[str, str | int],
     vocabulary: int,
@@ -129,7 +140,7 @@ def write_shard(
 
     Args:
         path: its final name.
-        parts: (trajectory id, assistant hash, stored targets), at least one.
+        parts: (key, stored targets) of each trajectory, at least one.
         fingerprint: of the teacher, the tokenizer, the template and the layout.
         vocabulary: V of the teacher's softmax.
         notes: how it was computed, for people.
@@ -137,10 +148,10 @@ def write_shard(
     Raises:
         LohaError: when it cannot be written, for instance on a full disk.
     """
-    arrays = {name: np.concatenate([stored.arrays()[name] for _, _, stored in parts]) for name in parts[0][2].arrays()}
+    arrays = {name: np.concatenate([stored.arrays()[name] for _, stored in parts]) for name in parts[0][1].arrays()}
     trajectories, start = [], 0
-    for trajectory, assistant_hash, stored in parts:
-        trajectories.append([trajectory, start, len(stored.tail), assistant_hash])
+    for key, stored in parts:
+        trajectories.append([*key, start, len(stored.tail)])
         start += len(stored.tail)
     about = {
         "format": FORMAT,
@@ -161,7 +172,7 @@ def read_shard_info(path: Path) -> ShardInfo:
     Raises:
         LohaError: when it is cut short or no shard of this format; names the file and the remedy.
     """
-    remedy = "delete it and run acd.cache_teacher again, whole shards are kept"
+    remedy = "delete it and run acd.cache_teacher again, whole shards of this format are kept"
     try:
         read_header(path)
         with safe_open(path, framework="np") as file:
@@ -169,8 +180,8 @@ def read_shard_info(path: Path) -> ShardInfo:
         if about["format"] != FORMAT:
             raise LohaError(f"format {about['format']}, this version reads {FORMAT}")
         trajectories = {
-            trajectory: Place(shard=path, start=start, length=length, assistant_hash=assistant_hash)
-            for trajectory, start, length, assistant_hash in about["trajectories"]
+            Key(trajectory, digest, assistant_hash): Place(shard=path, start=start, length=length)
+            for trajectory, digest, assistant_hash, start, length in about["trajectories"]
         }
         return ShardInfo(
             path=path,
@@ -189,52 +200,64 @@ class TeacherCache:
     Args:
         folder: written by `acd.cache_teacher`.
         expected: fingerprint of the teacher, tokenizer, template and layout now in use; None skips the check.
+        vocabulary: V of the student's head, which the ids index; None skips the check.
 
     Raises:
         LohaError: when the folder holds no cache, a damaged shard, or a cache of something else.
     """
 
-    def __init__(self, folder: str | Path, *, expected: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        expected: Mapping[str, str | int] | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.shards = [read_shard_info(path) for path in sorted(self.folder.glob(SHARD_GLOB))]
         if not self.shards:
             raise LohaError(f"{self.folder}: holds no teacher cache; write one with python -m acd.cache_teacher")
         for shard in self.shards:
-            check_shard(shard, expected, candidates=self.shards[0].candidates)
-        self._places = {
-            (trajectory, place.assistant_hash): place
-            for shard in self.shards
-            for trajectory, place in shard.trajectories.items()
-        }
-        self._ids = {trajectory for trajectory, _ in self._places}
+            check_shard(shard, expected, candidates=self.shards[0].candidates, vocabulary=vocabulary)
+        # Shards of older contents may lie beside newer ones. Those of one key are equal, so any of them will do.
+        self._places = {key: place for shard in self.shards for key, place in shard.trajectories.items()}
+        self._contents = {(key.trajectory, key.digest) for key in self._places}
+        self._ids = {key.trajectory for key in self._places}
         self._open: dict[Path, Stored] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def place(self, trajectory: str, assistant_hash: str) -> Place:
+    def place(self, key: Key) -> Place:
         """Return where the targets of a trajectory lie.
 
         Raises:
-            LohaError: when it is not in the cache, or was cached with other assistant tokens.
+            LohaError: when it is not in the cache, or was cached with other contents or other assistant tokens.
         """
-        place = self._places.get((trajectory, assistant_hash))
+        place = self._places.get(key)
         if place is None:
-            what = "was cached with other assistant tokens" if trajectory in self._ids else "is not in the cache"
             raise LohaError(
-                f"{self.folder}: trajectory {trajectory!r} {what}; run acd.cache_teacher again on the file that trains"
+                f"{self.folder}: trajectory {key.trajectory!r} {self._why_missing(key)}; run acd.cache_teacher again "
+                "on the file that trains"
             )
         return place
 
-    def read_stored(self, trajectory: str, assistant_hash: str) -> Stored:
+    def _why_missing(self, key: Key) -> str:
+        if key.trajectory not in self._ids:
+            return "is not in the cache"
+        if (key.trajectory, key.digest) not in self._contents:
+            return "was cached with other contents"
+        return "was cached with other assistant tokens"
+
+    def read_stored(self, key: Key) -> Stored:
         """Return the stored arrays of one trajectory (memory-mapped)."""
-        place = self.place(trajectory, assistant_hash)
+        place = self.place(key)
         rows = slice(place.start, place.start + place.length)
         return Stored(*(array[rows] for array in self._mapped(place.shard).arrays().values()))
 
-    def read(self, trajectory: str, assistant_hash: str) -> Targets:
+    def read(self, key: Key) -> Targets:
         """Return the targets at the assistant positions of one trajectory, in order."""
-        return unpack_targets(self.read_stored(trajectory, assistant_hash))
+        return unpack_targets(self.read_stored(key))
 
     def _mapped(self, path: Path) -> Stored:
         if path not in self._open:
@@ -251,8 +274,20 @@ class TeacherCache:
         return self.__dict__ | {"_open": {}}
 
 
-def check_shard(shard: ShardInfo, expected: Mapping[str, str | int] | None, *, candidates: int) -> None:
+def check_shard(
+    shard: ShardInfo,
+    expected: Mapping[str, str | int] | None,
+    *,
+    candidates: int,
+    vocabulary: int | None = None,
+) -> None:
     """Check that a shard was made with what is in use now.
+
+    Args:
+        shard: to check.
+        expected: fingerprint now in use; None skips the check.
+        candidates: log-probabilities a position.
+        vocabulary: V of the student's head; None skips the check.
 
     Raises:
         LohaError: names the file, the part that differs and both sides.
@@ -265,6 +300,11 @@ def check_shard(shard: ShardInfo, expected: Mapping[str, str | int] | None, *, c
     if expected is not None:
         require_match(
             expected, shard.fingerprint, found_in="this configuration", expected_by=f"teacher cache {shard.path}"
+        )
+    if vocabulary is not None and shard.vocabulary > vocabulary:
+        raise LohaError(
+            f"{shard.path}: its teacher has {shard.vocabulary} token ids, the student's head only {vocabulary}; "
+            "choose a teacher of the base's vocabulary"
         )
 
 
@@ -280,7 +320,7 @@ def write_index(folder: Path) -> dict[str, Any]:
         "vocabulary": first.vocabulary,
         "positions": positions,
         "bytes_per_position": sum(shard.path.stat().st_size for shard in cache.shards) / max(1, positions),
-        "shards": {shard.path.name: list(shard.trajectories) for shard in cache.shards},
+        "shards": {shard.path.name: [key.trajectory for key in shard.trajectories] for shard in cache.shards},
     }
     with atomic_path(folder / INDEX_NAME) as temporary:
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ import tyro
 
 from acd.loss import Targets
 from acd.teacher import top_candidates
-from acd.teacher_cache import Stored, TeacherCache, pack_targets, unpack_targets, write_shard
+from acd.teacher_cache import Key, Stored, TeacherCache, pack_targets, unpack_targets, write_shard
 from loha.console import err, out
 
 
@@ -64,12 +64,17 @@ def random_stored(options: Options, rng: np.random.Generator) -> Stored:
     )
 
 
+def key_of(number: int) -> Key:
+    """Return the key of one trajectory, as long as real ones."""
+    return Key(f"t{number}", "0" * 16, "0" * 16)
+
+
 def write(options: Options, folder: Path) -> float:
     """Write a cache and return its bytes a position."""
     rng = np.random.default_rng(options.seed)
     for first in range(0, options.trajectories, options.per_shard):
         numbers = range(first, min(first + options.per_shard, options.trajectories))
-        parts = [(f"t{i}", "0" * 16, random_stored(options, rng)) for i in numbers]
+        parts = [(key_of(i), random_stored(options, rng)) for i in numbers]
         path = folder / f"shard-{first:05d}-0.safetensors"
         write_shard(path, parts, fingerprint={}, vocabulary=options.vocabulary, notes={})
     total = sum(path.stat().st_size for path in folder.iterdir())
@@ -80,22 +85,22 @@ def read_speed(options: Options, folder: Path) -> dict[str, float]:
     """Read random trajectories from a warm page cache: copies of the stored bytes, then decoded targets."""
     cache = TeacherCache(folder)
     rng = random.Random(options.seed)
-    names = [f"t{rng.randrange(options.trajectories)}" for _ in range(options.reads)]
+    keys = [key_of(rng.randrange(options.trajectories)) for _ in range(options.reads)]
     size = options.positions * (options.candidates * 4 + options.candidates // 4 + 2)
     start = time.perf_counter()
-    for name in names:
-        for array in cache.read_stored(name, "0" * 16).arrays().values():
+    for key in keys:
+        for array in cache.read_stored(key).arrays().values():
             np.array(array)
     stored_s = time.perf_counter() - start
     decoded: list[Targets] = []
     start = time.perf_counter()
-    for name in names[:40]:
-        decoded = [cache.read(name, "0" * 16)]
+    for key in keys[:40]:
+        decoded = [cache.read(key)]
     decoded_s = time.perf_counter() - start
     assert len(decoded[0]) == options.positions
     return {
-        "read_gb_per_s": len(names) * size / stored_s / 1e9,
-        "decoded_positions_per_s": min(40, len(names)) * options.positions / decoded_s,
+        "read_gb_per_s": len(keys) * size / stored_s / 1e9,
+        "decoded_positions_per_s": min(40, len(keys)) * options.positions / decoded_s,
     }
 
 

@@ -10,16 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from acd.cache_teacher import main, verify_cache, write_cache
+from acd.command import student_config
 from acd.config import Config
+from acd.corpus import Corpus
 from acd.loss import Targets
 from acd.parts import make_accelerator
+from acd.plan import view_rule
+from acd.rows import RowBuilder, TrainingRow
+from acd.targets import open_targets
 from acd.teacher import top_candidates
-from acd.teacher_cache import SHARD_GLOB, TeacherCache, pack_targets, unpack_targets, write_shard
+from acd.teacher_cache import SHARD_GLOB, Key, TeacherCache, pack_targets, unpack_targets, write_shard
+from acd.views import ViewBuilder
 from loha.command_line import run_reporting
 from loha.errors import LohaError
+from loha.student import build_renderer
 from tests.acd_world import World, full_disk, make_world
 
 
@@ -143,10 +151,70 @@ def test_every_part_of_the_fingerprint_counts(world: World, part: str) -> None:
 
 def test_changed_trajectory_is_refused(world: World) -> None:
     cache = TeacherCache(world.config().teacher.cache or "")
+    digest = Corpus(world.trajectories).entry("t000").digest
     with pytest.raises(LohaError, match=r"'t000' was cached with other assistant tokens; run acd.cache_teacher again"):
-        cache.read("t000", "0" * 16)
-    with pytest.raises(LohaError, match="'nobody' is not in the cache"):
-        cache.read("nobody", "0" * 16)
+        cache.read(Key("t000", digest, "0" * 16))
+    with pytest.raises(LohaError, match=r"'nobody' is not in the cache; run acd.cache_teacher again"):
+        cache.read(Key("nobody", digest, "0" * 16))
+
+
+def with_other_observations(world: World, folder: Path) -> Path:
+    """The same assistant turns after other tool results, as an import of edited logs gives them."""
+    lines = [json.loads(line) for line in world.trajectories.read_text().splitlines()]
+    for message in (m for line in lines for m in line["messages"] if m["role"] == "tool"):
+        message["content"] = "other text\n" + message["content"]
+    path = folder / "other.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def row_of(config: Config, number: int) -> TrainingRow:
+    """The full-text view of one trajectory as a row, with its cached targets."""
+    student = student_config(config)
+    renderer = build_renderer(student)
+    corpus, views = Corpus(config.data.trajectories), ViewBuilder(renderer, view_rule(config))
+    entry = corpus.entries()[number]
+    full = next(piece for piece in views.pieces(corpus[entry.id], 0) if piece.view == "full")
+    return RowBuilder(corpus, views, open_targets(config, student, renderer)).build((full,))
+
+
+def test_a_changed_context_is_refused(world: World, tmp_path: Path) -> None:
+    other = world.config(data={"trajectories": str(with_other_observations(world, tmp_path))})
+    with pytest.raises(LohaError, match=r"'t000' was cached with other contents; run acd.cache_teacher again"):
+        row_of(other, 0)
+    with pytest.raises(LohaError, match=r"was cached with other contents; run acd.cache_teacher again"):
+        verify_cache(other, make_accelerator(other), 5)
+
+
+def test_old_and_new_shards_side_by_side(world: World, tmp_path: Path) -> None:
+    """Whichever sorts last: each set of trajectories reads the targets of its own contexts."""
+    both, file = {"cache": str(tmp_path / "both")}, str(with_other_observations(world, tmp_path))
+    old, new = world.config(teacher=both), world.config(data={"trajectories": file}, teacher=both)
+    assert write(old)["written"] == 2 and write(new)["written"] == 2
+    assert len(TeacherCache(both["cache"])) == 8
+    alone = world.config(data={"trajectories": file}, teacher={"cache": str(tmp_path / "alone")})
+    write(alone)
+    for config, reference in ((old, world.config()), (new, alone)):
+        assert verify_cache(config, make_accelerator(config), 60)["kl_mean"] < 1e-6
+        for number in range(4):
+            got, expected = row_of(config, number).anchor.targets, row_of(reference, number).anchor.targets
+            assert got is not None and expected is not None
+            assert torch.equal(got.ids_NC, expected.ids_NC) and torch.equal(got.logp_NC, expected.logp_NC)
+
+
+def test_shards_of_an_older_format_are_refused(tmp_path: Path) -> None:
+    shard = tmp_path / "shard-00000-0.safetensors"
+    parts = [(Key("t", "1" * 16, "0" * 16), pack_targets(random_targets(3, 20, 5)))]
+    write_shard(shard, parts, fingerprint={}, vocabulary=20, notes={})
+    about = read_about(shard) | {"format": 1, "trajectories": [["t", 0, 3, "0" * 16]]}
+    save_file(load_file(shard), shard, metadata={"teacher_cache": json.dumps(about)})
+    with pytest.raises(LohaError, match=r"format 1, this version reads 2\); delete it and run acd.cache_teacher again"):
+        TeacherCache(tmp_path)
+
+
+def read_about(shard: Path) -> dict[str, object]:
+    with safe_open(shard, framework="np") as file:
+        return json.loads(file.metadata()["teacher_cache"])
 
 
 def test_folder_without_cache(tmp_path: Path) -> None:
@@ -156,14 +224,15 @@ def test_folder_without_cache(tmp_path: Path) -> None:
 
 def test_shards_of_another_size_are_refused(world: World, tmp_path: Path) -> None:
     for number, c in enumerate((5, 6)):
-        parts = [(f"t{number}", "0" * 16, pack_targets(random_targets(3, 20, c)))]
+        parts = [(Key(f"t{number}", "1" * 16, "0" * 16), pack_targets(random_targets(3, 20, c)))]
         write_shard(tmp_path / f"shard-{number:05d}-0.safetensors", parts, fingerprint={}, vocabulary=20, notes={})
     with pytest.raises(LohaError, match="holds 6 candidates a position, expected 5"):
         TeacherCache(tmp_path)
 
 
 def test_a_shard_that_does_not_fit_the_disk(tmp_path: Path) -> None:
-    path, parts = tmp_path / "shard-00000-0.safetensors", [("t", "0" * 16, pack_targets(random_targets(300, 20, 5)))]
+    path = tmp_path / "shard-00000-0.safetensors"
+    parts = [(Key("t", "1" * 16, "0" * 16), pack_targets(random_targets(300, 20, 5)))]
     with full_disk(after=2000), pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
         write_shard(path, parts, fingerprint={}, vocabulary=20, notes={})
     assert not list(tmp_path.iterdir())
@@ -173,7 +242,7 @@ def test_reading_one_trajectory_equals_the_file(world: World) -> None:
     cache = TeacherCache(world.config().teacher.cache or "")
     shard = cache.shards[0]
     arrays = load_file(shard.path)
-    for trajectory, place in shard.trajectories.items():
-        stored = cache.read_stored(trajectory, place.assistant_hash)
+    for key, place in shard.trajectories.items():
+        stored = cache.read_stored(key)
         rows = slice(place.start, place.start + place.length)
         assert all(np.array_equal(stored.arrays()[name], arrays[name][rows]) for name in arrays)
