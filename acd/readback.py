@@ -1,7 +1,7 @@
 """Read-back questions: ask for a literal span of an observation, so that latents must carry exact text. Pure Python.
 
 A question names a cue (the first words of a line, the name of a file, the name of a value) and its answer is a
-substring of an observation. A cue is used only when every place where it occurs gives the same answer.
+substring of an observation. A cue is used only when every place where it occurs in observations gives that answer.
 
 Source: the ACD paper asks for substrings of observations at about 3 % of supervised positions; its question list is
 not public, so kinds and wording are ours.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -60,6 +60,7 @@ class ReadBackRule:
 def choose_questions(
     bodies: Mapping[int, str],
     *,
+    shown: Sequence[str] = (),
     visible: str,
     supervised: int,
     rule: ReadBackRule,
@@ -70,6 +71,7 @@ def choose_questions(
 
     Args:
         bodies: observations that the decoder reads as latents, by index.
+        shown: observations that it reads as text: a cue must not fit them either.
         visible: all text that the decoder reads as text; an answer found there tests nothing and is not asked for.
         supervised: assistant positions of the trajectory; `rule.share` is taken of these and the answers together.
         rule: kinds, wording and share.
@@ -84,10 +86,11 @@ def choose_questions(
     rng = random.Random(f"read-back/{seed}")
     chosen: list[Question] = []
     answers: set[str] = set()
+    observations = [*bodies.values(), *shown]
     for question in _shuffled(candidates(bodies, rule), rng):
         if budget <= 0:
             break
-        if question.answer in answers or question.answer in visible:
+        if question.answer in answers or question.answer in visible or _is_ambiguous(question, observations):
             continue
         cost = count_tokens(question.answer)
         # The last question is asked with the chance that makes the expected share exact.
@@ -99,7 +102,7 @@ def choose_questions(
 
 
 def candidates(bodies: Mapping[int, str], rule: ReadBackRule) -> list[Question]:
-    """Return every unambiguous question about these observations, in a fixed order."""
+    """Return every question about these observations whose cue, as `_spans` cuts them, has one answer; fixed order."""
     found: dict[tuple[Kind, str], dict[str, int]] = defaultdict(dict)
     for index, body in bodies.items():
         for kind, cue, answer in _spans(body):
@@ -112,6 +115,29 @@ def candidates(bodies: Mapping[int, str], rule: ReadBackRule) -> list[Question]:
         if _MIN_ANSWER_CHARS <= len(answer) <= rule.max_answer_chars
     ]
     return _one_per_answer(questions)
+
+
+def _is_ambiguous(question: Question, observations: Iterable[str]) -> bool:
+    """Return whether the question, taken at its word, has another answer anywhere in the observations.
+
+    `candidates` compares whole words and lines of one kind; `red` also begins `reddish`, and a name may stand in prose.
+    Asked of chosen questions only, for it reads all the text.
+    """
+    cue, found = question.cue, set[str | None]()
+    name = re.compile(rf"(?<![\w.-]){re.escape(cue)}(?![\w.-])")
+    for body in observations:
+        if cue not in body:
+            continue
+        if question.kind == "path":
+            found |= {match.group() for match in _PATH.finditer(body) if match.group().endswith(cue)}
+            continue
+        for line in body.splitlines():
+            if question.kind == "line":
+                found |= {line.strip()} if line.strip().startswith(cue) else set()
+            elif occurrences := len(name.findall(line)):
+                value = _VALUE.match(line)
+                found.add(value.group(2) if value and value.group(1) == cue and occurrences == 1 else None)
+    return found != {question.answer}
 
 
 def _spans(body: str) -> Iterator[tuple[Kind, str, str]]:

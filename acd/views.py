@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,19 +177,34 @@ def _questions(
     history = normalize_messages(trajectory.messages)
     found = renderer.rule.find(history)
     latent = {region.observation for region in rendering.latents}
-    hidden = {found[i] for i in latent}
-    visible = "\n".join(
-        f"{message['content']}\n{message.get('tool_calls', '')}" for i, message in enumerate(history) if i not in hidden
-    )
     supervised = sum(span.end - span.start for span in rendering.assistant_spans)
     return choose_questions(
         {i: history[found[i]]["content"] for i in sorted(latent)},
-        visible=visible,
+        shown=[history[place]["content"] for i, place in enumerate(found) if i not in latent],
+        visible=_visible_text(renderer, history, rendering),
         supervised=supervised,
         rule=rule,
         seed=seed,
         count_tokens=lambda answer: len(renderer.plain_ids(answer)) + 1,
     )
+
+
+def _visible_text(renderer: Renderer, history: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+    """Return all that the decoder reads as text, and call arguments also as they are, since templates escape them."""
+    latent = {t for region in rendering.latents for t in range(region.start, region.start + region.count + 2)}
+    ids = [token for t, token in enumerate(rendering.token_ids) if t not in latent]
+    calls = [call["function"]["arguments"] for message in history for call in message.get("tool_calls") or ()]
+    return "\n".join([renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False), *_strings(calls)])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
 
 
 def _turns(questions: Sequence[Question]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_read_back_turns_follow_the_trajectory(renderer: Renderer, trajectory: T
     for question in asked.questions:
         assert question.answer in bodies[question.observation]
     assert sum(asked.answer_lengths) == len(asked.answer_ids)
+
+
+def test_what_a_call_shows_is_not_asked_for(renderer: Renderer, trajectory: Trajectory) -> None:
+    """Templates write arguments as JSON, Python would write them otherwise: neither spelling hides them."""
+    secret = "raise ValueError('it's \"bad\"')"
+    messages = [dict(message) for message in trajectory.messages]
+    first = next(i for i, message in enumerate(messages) if message.get("tool_calls"))
+    answer = next(i for i in range(first, len(messages)) if messages[i]["role"] == "tool")
+    messages[answer]["content"] += f"\n{secret}\n" * 3
+    asks = ReadBackRule(share=0.9)
+
+    def answers() -> set[str]:
+        view = latent_view(renderer, replace(trajectory, messages=messages), k=0, readback=asks, seed="x")
+        return {question.answer for question in view.questions}
+
+    assert secret in answers()
+    arguments = json.dumps({"edits": [{"old_str": f"a\n{secret}\nb"}]})
+    call = {"type": "function", "function": {"name": "edit", "arguments": arguments}}
+    messages[first]["tool_calls"] = [call | {"id": old["id"]} for old in messages[first]["tool_calls"]]
+    assert secret not in answers()
 
 
 def test_a_template_that_rewrites_history_gets_no_questions(renderer: Renderer, trajectory: Trajectory) -> None:

@@ -47,6 +47,29 @@ def test_ambiguous_cues_are_not_asked() -> None:
     assert ("value", "port") not in cues and ("line", "host alpha") not in cues
 
 
+@pytest.mark.parametrize(
+    ("kind", "cue", "body", "shown"),
+    [
+        ("line", "return x", "return x\nreturn x + 1", ""),  # a whole line that begins another
+        ("line", "foo", "foo one", "foobar"),
+        ("path", "a.py", "src/a.py", "lib/data.py"),
+        ("value", "port", "port = 8080", "the port was taken"),
+        ("value", "n", "n = n + 1", ""),
+    ],
+)
+def test_a_cue_fits_one_answer_at_its_word(kind: str, cue: str, body: str, shown: str) -> None:
+    def cues(*texts: str) -> set[tuple[str, str]]:
+        rule = ReadBackRule(share=0.9, kinds=(kind,))  # type: ignore[arg-type]
+        asked = choose_questions(
+            {0: body}, shown=texts, visible="", supervised=1000, rule=rule, seed="s", count_tokens=len
+        )
+        return {(q.kind, q.cue) for q in asked}
+
+    assert (kind, cue) not in cues(shown)
+    assert {(q.kind, q.cue) for q in candidates({0: body}, ReadBackRule(kinds=(kind,)))}  # type: ignore[arg-type]
+    assert not shown or (kind, cue) in cues()
+
+
 def test_answers_that_are_visible_as_text_are_not_asked() -> None:
     assert any(q.answer == "src/app/main.py" for q in ask(BODIES, supervised=10_000))
     assert not any(q.answer == "src/app/main.py" for q in ask(BODIES, supervised=10_000, visible="see src/app/main.py"))
