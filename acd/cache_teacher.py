@@ -26,6 +26,7 @@ from acd.command import command_parser, parse_command, student_config
 from acd.config import Config
 from acd.corpus import Corpus, Entry
 from acd.loss import Targets
+from acd.process_group import long_wait
 from acd.teacher import candidates_for, top_candidates
 from acd.teacher_cache import (
     SHARD_GLOB,
@@ -45,9 +46,12 @@ from loha.decoder import load_decoder
 from loha.encoder import use_packed_attention
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint, weights_hash
+from loha.lclm import load_config
 from loha.progress import note, progress_bar
 from loha.render import Renderer
 from loha.student import build_renderer
+from loha.student_files import StudentConfig
+from loha.tokenizer_dir import load_tokenizer, require_same_tokens
 from loha.weight_files import float_dtype
 
 _SHARED_PARTS = ("tokenizer", "chat_template", "layout_version")
@@ -120,17 +124,23 @@ def batches(entries: Sequence[Entry], size: int) -> list[tuple[Entry, ...]]:
     return [tuple(entries[start : start + size]) for start in range(0, len(entries), size)]
 
 
+def make_accelerator() -> Accelerator:
+    """Return the accelerator of a command that shares shards out."""
+    return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[long_wait()])
+
+
 def write_cache(config: Config, accelerator: Accelerator) -> dict[str, Any]:
     """Write the missing shards, shared out over the processes, and return the index.
 
     Raises:
-        LohaError: when the folder holds a damaged shard or a cache of something else.
+        LohaError: when the folder holds a damaged shard or a cache of something else, or the teacher has other tokens
+            than the base.
     """
     folder = cache_folder(config)
     corpus = Corpus(config.data.trajectories, limit=config.data.limit)
     student = student_config(config)
     renderer = build_renderer(student)
-    source = config.teacher.model or student.base
+    source = teacher_folder(config, student, renderer)
     fingerprint = teacher_fingerprint(source, renderer)
     if accelerator.is_main_process:
         _remove_leftovers(folder)
@@ -152,6 +162,29 @@ def missing_shards(config: Config, corpus: Corpus, folder: Path, fingerprint: Fi
     for info in present.values():
         check_shard(info, fingerprint, candidates=min(config.teacher.candidates, info.vocabulary - 1))
     return [s for s in shards_of(corpus, folder, config.teacher.trajectories_per_shard) if s.path not in present]
+
+
+def teacher_folder(config: Config, student: StudentConfig, renderer: Renderer) -> str:
+    """Return the checkpoint that teaches: the base, or another model whose ids mean the same tokens.
+
+    Raises:
+        LohaError: when it cuts text otherwise than the base, or has ids that the base's head lacks.
+    """
+    source = config.teacher.model or student.base
+    if source != student.base:
+        require_same_tokens(
+            load_tokenizer(source),
+            renderer.tokenizer,
+            name=f"teacher.model {source}",
+            other_name=f"the base {student.base}",
+        )
+        rows, limit = load_config(source).vocab_size, load_config(student.base).vocab_size
+        if rows > limit:
+            raise LohaError(
+                f"teacher.model {source} has {rows} token ids, the base {student.base} only {limit}; choose a teacher "
+                "of the base's vocabulary"
+            )
+    return source
 
 
 def cache_folder(config: Config) -> Path:
@@ -182,7 +215,7 @@ def verify_cache(config: Config, accelerator: Accelerator, positions: int) -> di
     corpus = Corpus(config.data.trajectories, limit=config.data.limit)
     student = student_config(config)
     renderer = build_renderer(student)
-    source = config.teacher.model or student.base
+    source = teacher_folder(config, student, renderer)
     cache = TeacherCache(cache_folder(config), expected=teacher_fingerprint(source, renderer))
     teacher = _load_teacher(config, source, accelerator.device)
     kl, same_top = _compare(corpus, renderer, cache, teacher, positions)
@@ -285,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("python -m acd.cache_teacher", main.__doc__)
     parser.add_argument("--verify", type=int, metavar="N", help="recompute N random positions instead of writing")
     options, config = parse_command(parser, argv)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = make_accelerator()
     if options.verify is not None:
         if options.verify < 1:
             raise LohaError(f"--verify must be at least 1, got {options.verify}")

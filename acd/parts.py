@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
 from torch.utils.data import DataLoader
 
 from acd.command import student_config
@@ -16,6 +15,7 @@ from acd.config import Config
 from acd.corpus import Corpus
 from acd.encoder_cache import PooledCache
 from acd.plan import Plan, limits, make_plan, plan_key, view_rule
+from acd.process_group import long_wait
 from acd.rows import RowBuilder, StepData, TrainingRow
 from acd.run_folder import RunFolder
 from acd.targets import open_targets
@@ -24,9 +24,6 @@ from loha.errors import LohaError
 from loha.progress import note
 from loha.student import Student
 from loha.weight_files import float_dtype
-
-_WAIT = datetime.timedelta(hours=3)
-"""Measuring the views of 35,140 trajectories takes the main process more than the default ten minutes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def make_accelerator(config: Config) -> Accelerator:
         log_with=list(config.run.trackers) or None,
         project_dir=config.run.output_dir,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=_WAIT),
+            long_wait(),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )

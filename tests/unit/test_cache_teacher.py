@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from acd import cache_teacher
 from acd.cache_teacher import main, verify_cache, write_cache
 from acd.command import student_config
 from acd.config import Config
@@ -20,6 +21,7 @@ from acd.corpus import Corpus
 from acd.loss import Targets
 from acd.parts import make_accelerator
 from acd.plan import view_rule
+from acd.process_group import WAIT
 from acd.rows import RowBuilder, TrainingRow
 from acd.targets import open_targets
 from acd.teacher import top_candidates
@@ -29,6 +31,7 @@ from loha.command_line import run_reporting
 from loha.errors import LohaError
 from loha.student import build_renderer
 from tests.acd_world import World, full_disk, make_world
+from tests.tiny_models import write_decoder
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +218,50 @@ def test_shards_of_an_older_format_are_refused(tmp_path: Path) -> None:
 def read_about(shard: Path) -> dict[str, object]:
     with safe_open(shard, framework="np") as file:
         return json.loads(file.metadata()["teacher_cache"])
+
+
+def test_ranks_that_finish_early_wait_for_the_others(world: World) -> None:
+    """As long as those of a training run, not NCCL's ten minutes."""
+    for accelerator in (cache_teacher.make_accelerator(), make_accelerator(world.config())):
+        assert accelerator.init_handler is not None and accelerator.init_handler.timeout == WAIT
+        assert WAIT.total_seconds() >= 3600
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(world: World, tmp_path: Path) -> None:
+    teacher = write_decoder(tmp_path / "teacher", seed=7)
+    definition = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = definition["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (teacher / "tokenizer.json").write_text(json.dumps(definition))
+    config = with_teacher(world, tmp_path, teacher)
+    with pytest.raises(LohaError, match=rf"teacher.model {teacher} and the base .* have different tokenizers"):
+        write(config)
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_teacher_of_the_same_tokens(world: World, tmp_path: Path) -> None:
+    config = with_teacher(world, tmp_path, write_decoder(tmp_path / "teacher", seed=7))
+    assert write(config)["written"] == 2
+    assert verify_cache(config, make_accelerator(config), 20)["kl_mean"] < 1e-6
+
+
+def test_ids_beyond_the_head_are_refused(world: World, tmp_path: Path) -> None:
+    """Before hours of writing, and on reading a cache that was written all the same."""
+    config = with_teacher(world, tmp_path, write_decoder(tmp_path / "teacher", seed=7, rows=300))
+    with pytest.raises(LohaError, match=r"has 300 token ids, the base .* only 272"):
+        write(config)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for shard in Path(world.config().teacher.cache or "").glob(SHARD_GLOB):
+        about = read_about(shard) | {"vocabulary": 300}
+        save_file(load_file(shard), copy / shard.name, metadata={"teacher_cache": json.dumps(about)})
+    with pytest.raises(LohaError, match=r"shard-00000-.*: its teacher has 300 token ids, the student's head only 272"):
+        row_of(world.config(teacher={"cache": str(copy)}), 0)
+
+
+def with_teacher(world: World, folder: Path, teacher: Path) -> Config:
+    anchor = str(world.config().teacher.cache)
+    return world.config(teacher={"model": str(teacher), "cache": str(folder / "other"), "anchor_cache": anchor})
 
 
 def test_folder_without_cache(tmp_path: Path) -> None:
