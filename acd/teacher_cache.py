@@ -163,7 +163,7 @@ def write_shard(
     }
     with atomic_path(path) as temporary:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        save_tensors(tensors, temporary, metadata={"teacher_cache": json.dumps(about)})
+        save_tensors(tensors, temporary, about=("teacher_cache", json.dumps(about)))
 
 
 def read_shard_info(path: Path) -> ShardInfo:

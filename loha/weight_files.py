@@ -160,20 +160,20 @@ def float_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else formats[name]
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, about: tuple[str, str] = ("format", "pt")) -> None:
     """Write a safetensors file that whoever may read its folder may read; safetensors itself makes it private.
 
     Args:
         tensors: by name.
         path: of the file.
-        metadata: for its header, beside the format's name.
+        about: key and text for its header; one, since safetensors writes several in an order that changes by the run.
 
     Raises:
         LohaError: when it cannot be written, for instance on a full disk.
     """
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(whole, path, metadata={"format": "pt", **(metadata or {})})
+        save_file(whole, path, metadata=dict([about]))
     except SafetensorError as error:
         raise LohaError(f"{path} cannot be written: {error}; is there space and permission?") from error
     path.chmod(path.parent.stat().st_mode & 0o666)
