@@ -39,6 +39,7 @@ from acd.teacher_cache import (
     write_shard,
 )
 from acd.views import Example, full_view
+from loha.atomic import recover
 from loha.attention import Pieces
 from loha.command_line import run_reporting
 from loha.console import out
@@ -47,7 +48,7 @@ from loha.encoder import use_packed_attention
 from loha.errors import LohaError
 from loha.fingerprint import Fingerprint, weights_hash
 from loha.lclm import load_config
-from loha.progress import note, progress_bar
+from loha.progress import progress_bar
 from loha.render import Renderer
 from loha.student import build_renderer
 from loha.student_files import StudentConfig
@@ -143,7 +144,7 @@ def write_cache(config: Config, accelerator: Accelerator) -> dict[str, Any]:
     source = teacher_folder(config, student, renderer)
     fingerprint = teacher_fingerprint(source, renderer)
     if accelerator.is_main_process:
-        _remove_leftovers(folder)
+        recover(folder)
     accelerator.wait_for_everyone()
     missing = missing_shards(config, corpus, folder, fingerprint)
     mine = missing[accelerator.process_index :: accelerator.num_processes]
@@ -304,13 +305,6 @@ def _load_teacher(config: Config, source: str, device: torch.device) -> Teacher:
         candidates=config.teacher.candidates,
         chunk=config.loss.chunk,
     )
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run left half-written."""
-    for path in folder.glob(f".{SHARD_GLOB}.*.tmp"):
-        note(f"{path.name}: left by a killed run, removed")
-        path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -105,11 +105,6 @@ class CheckpointFolder:
             shutil.rmtree(old)
         return path
 
-    def remove_leftovers(self) -> None:
-        """Remove what a killed run left half-written."""
-        for path in [*self.folder.glob(".step-*.tmp"), *self.folder.glob(".step-*.old")]:
-            shutil.rmtree(path)
-
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
         return self.folder / f"step-{step:08d}"

@@ -16,15 +16,17 @@ from acd.checkpoint import CheckpointFolder
 from acd.config import Config, config_dict, config_yaml
 from acd.metrics import leaves
 from acd.plan import PLAN_NAME
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, recover
 from loha.errors import LohaError
 from loha.progress import note
 
 CONFIG_NAME = "config.yaml"
 VERSIONS_NAME = "versions.json"
 _PACKAGES = ("loha-agents", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy")
-_FREE = ("run", "data.workers", "data.held_out", "data.held_out_limit")
+_FREE = ("run.", "data.workers")
 """What may change between the parts of one run without a word."""
+_TOLD = ("run.max_steps", "run.epochs")
+"""What of it may not: a schedule runs to the last step."""
 
 
 class RunFolder:
@@ -60,7 +62,8 @@ class RunFolder:
         Raises:
             LohaError: when it holds a run that is not to be resumed.
         """
-        self.checkpoints.remove_leftovers()
+        for folder in (self.root, self.checkpoints.folder):
+            recover(folder)
         if self.checkpoints.newest() is not None and not self.config.run.resume:
             raise LohaError(
                 f"{self.root}: holds checkpoints of an earlier run; choose another run.output_dir or set run.resume"
@@ -79,7 +82,7 @@ class RunFolder:
         old = dict(leaves(yaml.safe_load(before.read_text(encoding="utf-8")), separator="."))
         new = dict(leaves(config_dict(self.config), separator="."))
         for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key) and not key.startswith(_FREE):
+            if old.get(key) != new.get(key) and (key in _TOLD or not key.startswith(_FREE)):
                 note(f"resuming with another {key}: {new.get(key)!r} (was {old.get(key)!r})")
 
 
