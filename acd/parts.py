@@ -44,6 +44,7 @@ class Parts:
             sampler=range(first, self.total_steps),
             num_workers=self.workers,
             collate_fn=_same,
+            worker_init_fn=_share_by_name,
             # Its own generator: making an iterator must not advance the generator that checkpoints save.
             generator=torch.Generator().manual_seed(0),
         )
@@ -123,3 +124,12 @@ def _has_plan(folder: RunFolder, key: str) -> bool:
 
 def _same(rows: list[TrainingRow]) -> list[TrainingRow]:
     return rows
+
+
+def _share_by_name(worker: int) -> None:
+    """Send tensors to the trainer by the name of their shared memory.
+
+    A row is hundreds of tensors, and each would else take two file descriptors on its way, more than the usual limit of
+    1,024 in all.
+    """
+    torch.multiprocessing.set_sharing_strategy("file_system")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from acd.cache_teacher import write_cache
 from acd.parts import make_accelerator
 from acd.teacher_cache import SHARD_GLOB
-from tests.acd_processes import finish, start_cache, start_train, wait_for
+from tests.acd_processes import finish, prepare, start, start_cache, start_train, wait_for
 from tests.acd_world import World, make_world
 from tests.tolerances import TWO_PROCESS_LOSS, TWO_PROCESS_TENSORS
 
@@ -85,6 +85,33 @@ def test_killed_and_preempted_equals_uninterrupted_bitwise(world: World, straigh
     assert not list(folder.glob("checkpoints/.*")), "leftovers of the killed run"
     for name in ("reading.safetensors", "patch/adapter_model.safetensors"):
         assert (folder / "student" / name).read_bytes() == (straight / "student" / name).read_bytes()
+
+
+def few_files(words: list[str], rank: int, world: int, port: int) -> None:
+    """Build all steps in a worker, with few file descriptors."""
+    import resource
+
+    from acd.config import load_config
+    from acd.parts import load_parts
+    from acd.run_folder import RunFolder
+
+    prepare(rank, world, port)
+    config = load_config(Path(words[0]))
+    accelerator = make_accelerator(config)
+    parts = load_parts(config, accelerator, RunFolder(config))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(words[1]), int(words[1])))
+    assert len(list(parts.steps(0))) == parts.total_steps
+
+
+def test_rows_come_from_a_worker_with_few_files(world: World) -> None:
+    config = world.write_config(
+        "few-files",
+        data={"trajectories": str(world.trajectories), "workers": 1},
+        packing={"tokens_per_row": 1900, "tokens_per_step": 1900 * 8},
+        run={"epochs": 4},
+        teacher={"mode": "live", "cache": None},
+    )
+    assert finish(start(few_files, str(config), "96", world=1)) == [0]
 
 
 def test_two_processes_equal_one_and_world_size_may_change(world: World, straight: Path) -> None:
