@@ -10,6 +10,7 @@ checkpoint when it is started again.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from acd.run_folder import RunFolder
 from acd.sharding import is_sharded, no_sync, shard, whole, whole_value
 from acd.step import AcdModel
 from loha.command_line import run_reporting
+from loha.errors import LohaError
 from loha.progress import note, progress_bar
 from loha.student import Student
 
@@ -79,6 +81,7 @@ def _train(config: Config, preemption: Preemption) -> None:
             work += [None] * (parts.data.most_rows(step) - len(work))
         sums = _backward(model, work, accelerator, _weights(step_of_all.counts, config, accelerator))
         norm = accelerator.clip_grad_norm_(_trained(parts), config.optimizer.max_grad_norm or float("inf"))
+        _require_finite(whole_value(norm), step)
         optimizer.step()
         optimizer.zero_grad()
         cursor = replace(cursor, step=step + 1)
@@ -123,6 +126,19 @@ def _prepare(config: Config, accelerator: Accelerator, student: Student) -> tupl
         shard(model, accelerator.device)
         return model, accelerator.prepare(make_optimizer(student, config.optimizer))
     return accelerator.prepare(model, make_optimizer(student, config.optimizer))
+
+
+def _require_finite(norm: float, step: int) -> None:
+    """End the run before one bad gradient has overwritten the weights and then every checkpoint that is kept.
+
+    Raises:
+        LohaError: on every rank alike, since the norm is over all of them.
+    """
+    if not math.isfinite(norm):
+        raise LohaError(
+            f"step {step}: the gradient norm is {norm}; nothing was changed by it and the checkpoints before it are "
+            "whole. A lower learning rate, or the trajectories of this step in plan.jsonl, are what to look at"
+        )
 
 
 class _WholeStep(NamedTuple):

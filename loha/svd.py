@@ -138,6 +138,6 @@ def rounding_floor(weight: torch.Tensor) -> float:
     """
     bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}[weight.dtype]
     _, exponent = torch.frexp(weight.float())
-    ulp = torch.exp2((exponent - bits).float())
+    ulp = torch.where(weight == 0, 0.0, torch.exp2((exponent - bits).float()))  # a zero is exact
     std = math.sqrt(ulp.double().square().mean().item() / 12)
     return std * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))

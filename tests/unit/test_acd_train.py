@@ -28,6 +28,7 @@ from acd.rows import pack_examples
 from acd.scores import Answer, answer_report
 from acd.train import train
 from acd.views import latent_view
+from loha.atomic import recover
 from loha.command_line import run_reporting
 from loha.errors import LohaError
 from loha.init_student import Options, init_student
@@ -270,6 +271,31 @@ def test_a_checkpoint_that_does_not_fit_the_disk(world: World, tmp_path: Path) -
     with full_disk(after=10_000), pytest.raises(LohaError, match=r"cannot be written: .* is there space"):
         folder.save(Cursor(step=2, plan_key="k"), student.trainable(), optimizer, [])
     assert folder.steps() == [1] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_the_weights_are_lost(world: World) -> None:
+    config = world.config(
+        "no-number",
+        optimizer={"lr_patch": 1e30, "lr_gains": 1e30, "lr_adapter": 1e30},
+        run={"epochs": 4, "max_steps": 4, "checkpoint_every": 1},
+        teacher={"mode": "live", "cache": None},
+    )
+    with pytest.raises(LohaError, match=r"step 1: the gradient norm is (nan|inf)"):
+        train(config)
+    folder = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", keep_last=2)
+    assert folder.steps() == [1]
+    assert all(tensor.isfinite().all() for tensor in load_file(folder.path(1) / "trained.safetensors").values())
+
+
+def test_a_folder_that_was_moved_aside_comes_back(tmp_path: Path) -> None:
+    """What a kill between the two renames of `atomic_path` leaves."""
+    for name in (".best.77.old", ".best.77.tmp", ".done.5.old", "done", ".keep", ".other.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".best.77.old" / "file").write_text("the only copy")
+    (tmp_path / ".shard-0.safetensors.3.tmp").write_text("half")
+    recover(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "done", ".keep", ".other.tmp"}
+    assert (tmp_path / "best" / "file").read_text() == "the only copy"
 
 
 def test_no_number_is_never_the_best() -> None:
