@@ -58,6 +58,24 @@ class Work:
         """Return the tokens of both views."""
         return self.full.tokens + self.latent.tokens
 
+    def limited(self, max_steps: int | None) -> Work:
+        """Return the part of the work that so many steps do; all of it for None."""
+        if max_steps is None or max_steps >= self.steps:
+            return self
+        share = max_steps / self.steps
+
+        def view(whole: ViewWork) -> ViewWork:
+            return ViewWork(**{name: round(value * share) for name, value in asdict(whole).items()})
+
+        return replace(
+            self,
+            full=view(self.full),
+            latent=view(self.latent),
+            source_tokens=round(self.source_tokens * share),
+            latents=round(self.latents * share),
+            steps=max_steps,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:

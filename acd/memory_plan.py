@@ -15,7 +15,11 @@ from typing import Literal
 
 from loha.model_shape import ModelShape
 
-Phase = Literal["loss", "backward"]
+Phase = Literal["loss", "backward", "whole"]
+"""`whole`: sharded ranks hold all weights for a moment, when they load, evaluate and save."""
+
+ROW: tuple[Phase, ...] = ("loss", "backward")
+"""While a row is trained."""
 
 FLOAT32 = 4
 INT64 = 8
@@ -96,7 +100,7 @@ class Component:
 
     name: str
     bytes: int
-    phases: tuple[Phase, ...] = ("loss", "backward")
+    phases: tuple[Phase, ...] = ("loss", "backward", "whole")
     """When these bytes are alive."""
 
     host: bool = False
@@ -116,7 +120,7 @@ class MemoryPlan:
     @property
     def peak_phase(self) -> Phase:
         """Return when the most is alive."""
-        return max(("backward", "loss"), key=self.phase_bytes)
+        return max(("backward", "loss", "whole"), key=self.phase_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -197,7 +201,9 @@ def _resident(setup: MemorySetup) -> list[Component]:
         Component(name="Adam moments", bytes=math.ceil(2 * total / setup.parts)),
     ]
     if setup.parts > 1:
-        parts.append(Component(name="gathered weights", bytes=_gathered_bytes(setup)))
+        parts.append(Component(name="gathered weights", bytes=_gathered_bytes(setup), phases=ROW))
+        others = (decoder + total) * (setup.parts - 1) // setup.parts
+        parts.append(Component(name="weights of other ranks", bytes=others, phases=("whole",)))
     elif setup.ranks > 1:
         parts.append(Component(name="gradient exchange buckets", bytes=total))
     return parts
@@ -224,18 +230,20 @@ def _row(setup: MemorySetup) -> list[Component]:
     targets = setup.loss_positions * (setup.candidates * (INT64 + FLOAT32) + FLOAT32 + INT64)
     source = setup.encoder.width if setup.encoder else 0
     parts = [
-        Component(name="rotary tables, ids, targets", bytes=rotary + 2 * tokens * INT64 + targets),
-        Component(name="adapter activations", bytes=setup.latents * (3 * source + 2 * shape.width) * FLOAT32),
+        Component(name="rotary tables, ids, targets", bytes=rotary + 2 * tokens * INT64 + targets, phases=ROW),
+        Component(
+            name="adapter activations", bytes=setup.latents * (3 * source + 2 * shape.width) * FLOAT32, phases=ROW
+        ),
     ]
     if not setup.checkpointing:
         saved = shape.layers * tokens * layer_saved_bytes(setup)
-        return [*parts, Component(name="saved by all layers", bytes=saved)]
-    boundaries = Component(name="layer inputs", bytes=shape.layers * boundary)
+        return [*parts, Component(name="saved by all layers", bytes=saved, phases=ROW)]
+    boundaries = Component(name="layer inputs", bytes=shape.layers * boundary, phases=ROW)
     if not (setup.offload and setup.on_gpu):
         return [*parts, boundaries]
     return [
         *parts,
-        Component(name="layer inputs in flight", bytes=2 * boundary),
+        Component(name="layer inputs in flight", bytes=2 * boundary, phases=ROW),
         Component(name="layer inputs (host)", bytes=boundaries.bytes, host=True),
     ]
 

@@ -110,6 +110,8 @@ class Shapes:
     rank: int = 64
     ratio: int = 16
     window: int = 1024
+    element_bytes: int = 2
+    """Of frozen weights and activations in training."""
 
 
 def main(options: Options) -> int | None:
@@ -136,7 +138,7 @@ def plan_run(options: Options, config: Config) -> TrainingPlan:
     return plan_training(
         training_setup(
             config,
-            run_work(options, config, shapes),
+            run_work(options, config, shapes).limited(config.run.max_steps),
             decoder=shapes.decoder,
             encoder=shapes.encoder,
             rank=shapes.rank,
@@ -144,6 +146,7 @@ def plan_run(options: Options, config: Config) -> TrainingPlan:
             gpu=find_gpu(options.gpu),
             world=options.world,
             utilisation=options.utilisation,
+            element_bytes=shapes.element_bytes,
         )
     )
 
@@ -192,7 +195,15 @@ def training_shapes(options: Options, config: Config) -> Shapes:
         rank=options.rank or student.get("rank", 64),
         ratio=student.get("ratio", 16),
         window=student.get("window", 1024),
+        element_bytes=_element_bytes(config, Path(base) / "config.json"),
     )
+
+
+def _element_bytes(config: Config, base: Path) -> int:
+    """Return the bytes of a weight: as configured, else as the base is stored, else bfloat16's."""
+    stored = read_config(base) if base.is_file() else {}
+    dtype = config.model.dtype or stored.get("dtype") or stored.get("torch_dtype")
+    return 4 if dtype == "float32" else 2
 
 
 def serving_shapes(options: Options) -> Shapes:
@@ -228,6 +239,12 @@ def run_work(options: Options, config: Config, shapes: Shapes) -> Work:
         from acd.plan import Plan  # with torch, which a plan from shapes alone does not need
 
         plan = Plan.load(path)
+        longest = max((sum(piece.tokens for piece in row) for step in plan.steps for row in step), default=0)
+        if longest > config.packing.tokens_per_row:
+            raise LohaError(
+                f"{path} has a row of {longest:,} tokens, packing.tokens_per_row is {config.packing.tokens_per_row:,}: "
+                "it was made with other settings; delete it, or name another with --plan"
+            )
         return planned_work(plan.pieces(), len(plan.steps), ratio=shapes.ratio)
     lengths = Lengths(
         trajectories=min(options.trajectories, config.data.limit or options.trajectories),

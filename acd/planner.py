@@ -114,6 +114,7 @@ def training_setup(
     gpu: Gpu,
     world: int,
     utilisation: float,
+    element_bytes: int = 2,
 ) -> TrainingSetup:
     """Return the setup of a training configuration.
 
@@ -127,9 +128,9 @@ def training_setup(
         gpu: of each rank.
         world: ranks.
         utilisation: MFU to count with.
+        element_bytes: of frozen weights and activations.
     """
     row = config.packing.tokens_per_row
-    element_bytes = 4 if config.model.dtype == "float32" else 2
     views = [view for view in (work.full, work.latent) if view.tokens]
     densest = max((view.positions / view.tokens for view in views), default=1.0)
     memory = MemorySetup(

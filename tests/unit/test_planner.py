@@ -177,6 +177,25 @@ def test_work_of_an_epoch_plan_is_exact() -> None:
     assert (work.source_tokens, work.latents) == (32, 2)  # 30 positions fewer: 32 source tokens became 2 latents
 
 
+def test_a_limited_run_is_a_part_of_the_work() -> None:
+    work = typical_work(Lengths(), tokens_per_step=1_638_400)
+    assert work.limited(None) == work.limited(work.steps) == work.limited(10**9) == work
+    some = work.limited(100)
+    assert some.steps == 100
+    assert some.tokens / work.tokens == pytest.approx(100 / work.steps, rel=1e-6)
+    setup = ComputeSetup(decoder=QWEN_4B, gpu=H100, world=8)
+    assert plan_compute(setup, some).hours == pytest.approx(plan_compute(setup, work).hours * 100 / work.steps)
+
+
+def test_weights_must_fit_whole_to_be_sharded() -> None:
+    """70B in bfloat16: an eighth of it fits, but every rank loads all of it."""
+    big = replace(QWEN_4B, layers=80, width=8192, mlp_width=28_672, heads=64)
+    setup = paper_setup(model={"shard": True, "offload": True}).with_levers(tokens_per_row=8192)
+    plan = plan_training(replace(setup, memory=replace(setup.memory, decoder=big)))
+    assert plan.memory.phase_bytes("backward") < H100.memory_bytes < plan.memory.phase_bytes("whole")
+    assert plan.memory.peak_phase == "whole" and not plan.fits
+
+
 def test_typical_work_follows_the_shares_and_epochs() -> None:
     lengths = Lengths(trajectories=100, full_tokens=300, latent_tokens=150, assistant_tokens=97)
     work = typical_work(lengths, tokens_per_step=1000, full_share=0.5, epochs=2, readback_share=0.03)
@@ -361,6 +380,13 @@ def test_command_reads_the_student_and_its_epoch_plan(
     assert (report["tokens"], report["steps"]) == (100, 1)
     shape = ModelShape.from_config(base)
     assert report["trained_parameters"]["patch"] == shape.patch_parameters(4)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base | {"dtype": "float32"}))
+    _, text, _ = run_command(capsys, "--config", str(config_file), "--world", "1")
+    wide = json.loads(text.splitlines()[-1])["components"]["frozen decoder"]
+    assert wide == 2 * report["components"]["frozen decoder"] == 4 * shape.parameters()
+    config_file.write_text(json.dumps(settings | {"packing": {"tokens_per_row": 99, "tokens_per_step": 99}}))
+    code, _, told = run_command(capsys, "--config", str(config_file))
+    assert code == 2 and "has a row of 100 tokens, packing.tokens_per_row is 99" in told
 
 
 def test_command_plans_a_server_from_a_serving_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
