@@ -41,6 +41,8 @@ TURNS = 8
 """Of each held-out trajectory, the same for all arms: a moving window costs a forward pass per turn."""
 READ_BACK_SHARE = 0.1
 """Of the questions asked in evaluation: more than in training, for a steadier figure."""
+REPORT_VERSION = 2
+"""Of what an evaluation reports: cells that lack a figure are evaluated again."""
 RESULT_NAME = "result.json"
 TRAINED_NAME = "trained.txt"
 """Holds the key of the training whose run folder lies beside it."""
@@ -71,7 +73,8 @@ class Cell:
     @property
     def key(self) -> str:
         """Hash of everything that the cell was asked to do, and of what it was to read."""
-        return _hash({"training": self.training_key, "rule": asdict(self.rule), "patch": self.patch})
+        asked = {"training": self.training_key, "rule": asdict(self.rule), "patch": self.patch}
+        return _hash(asked | {"report": REPORT_VERSION})
 
     def result(self) -> dict[str, Any] | None:
         """Return what the cell gave, None when it has not been done as it is asked now."""

@@ -108,8 +108,11 @@ class Evaluator:
         if self.rule.probe:
             with nullcontext() if self.patch else self.student.patch_disabled():
                 for k, counts in self.probes.items():
-                    rule = self.rule.probe
-                    counts.add(probe(self.student, self.renderer, trajectory, rule, k=k, view=self.rule.view))
+                    window = Window(k=k, polling=self.rule.polling)
+                    found = probe(
+                        self.student, self.renderer, trajectory, self.rule.probe, window=window, view=self.rule.view
+                    )
+                    counts.add(found)
 
     def parts(self) -> Sums:
         """Return this rank's own sums, for `merge`."""

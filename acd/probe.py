@@ -132,7 +132,7 @@ def quotes_exactly(quote: str, observations: Sequence[str]) -> bool:
 
 @torch.no_grad()
 def probe(
-    student: Student, renderer: Renderer, trajectory: Trajectory, rule: ProbeRule, *, k: int | None, view: View
+    student: Student, renderer: Renderer, trajectory: Trajectory, rule: ProbeRule, *, window: Window, view: View
 ) -> ProbeCounts:
     """Return what the student's greedy replies to the probed turns of a trajectory are.
 
@@ -141,15 +141,13 @@ def probe(
         renderer: the one renderer.
         trajectory: as recorded.
         rule: how many turns, and how long a reply.
-        k: window of the histories.
+        window: of the histories.
         view: what becomes of observations outside it.
     """
     counts = ProbeCounts()
     for index, recorded in probed_turns(trajectory, rule):
         history = trajectory.messages[:index]
-        rendering = renderer.render(
-            history, trajectory.tools, window=Window(k=k), view=view, add_generation_prompt=True
-        )
+        rendering = renderer.render(history, trajectory.tools, window=window, view=view, add_generation_prompt=True)
         reply = _greedy(student, renderer, rendering, rule.max_new_tokens)
         call = parse_call(reply)
         counts.asked += 1

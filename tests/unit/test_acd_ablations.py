@@ -49,7 +49,7 @@ def test_a_grid_is_done_once(world: World, capfd: pytest.CaptureFixture[str]) ->
     assert all(r["k"]["0"]["turns"] == 2 for r in results)
     assert results[2]["k"] != results[3]["k"], "seeds differ"
     row = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("| plain | 2 |"))
-    assert row.count("±") == 4
+    assert row.count("±") == 5
     assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
 
     stamps = {path: path.stat().st_mtime_ns for path in folder.rglob(RESULT_NAME)}
