@@ -7,6 +7,7 @@ still real text with real tool calls; it is no longer a whole trajectory, so use
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ class Options:
     max_chars: int = 500
     """Characters to keep of each message: its head and its tail."""
 
+    max_assistant_chars: int | None = None
+    """The same for assistant turns: their text, and each string of their calls' arguments. Default: the text as the
+    other messages, arguments whole."""
+
     every: int = 1
     """Keep every Nth trajectory, starting with number `offset`."""
 
@@ -54,11 +59,35 @@ def shorten(trajectory: Trajectory, options: Options) -> Trajectory:
     turns = 0
     for message in trajectory.messages:
         turns += message["role"] == "assistant"
-        messages.append({**message, "content": elide(message["content"], options.max_chars)})
+        messages.append(_shortened(message, options))
         if turns == options.max_turns:
             break
     seconds = trajectory.tool_seconds and trajectory.tool_seconds[:turns]  # one entry per turn that is left
     return dataclasses.replace(trajectory, messages=messages, tool_seconds=seconds)
+
+
+def _shortened(message: dict[str, Any], options: Options) -> dict[str, Any]:
+    limit = options.max_assistant_chars
+    if message["role"] != "assistant" or limit is None:
+        return {**message, "content": elide(message["content"], options.max_chars)}
+    shorter = {**message, "content": elide(message["content"], limit)}
+    if "tool_calls" in message:
+        shorter["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _shorter(call["function"]["arguments"], limit)}}
+            for call in message["tool_calls"]
+        ]
+    return shorter
+
+
+def _shorter(arguments: str, limit: int) -> str:
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        return arguments
+    if not isinstance(values, dict):
+        return arguments
+    short = {name: elide(value, limit) if isinstance(value, str) else value for name, value in values.items()}
+    return json.dumps(short, ensure_ascii=False)
 
 
 def elide(text: str, max_chars: int) -> str:
