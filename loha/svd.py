@@ -9,7 +9,6 @@ matrix with a broad spectrum, as full fine-tunes have, all eigenvalues but only 
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -81,12 +80,14 @@ def truncate(delta: torch.Tensor, rank: int) -> LowRankDelta:
     return LowRankDelta(A.float().contiguous(), B.float().contiguous(), sigma, norm)
 
 
-def _gram(wide: torch.Tensor, *, blocks: int = 4) -> torch.Tensor:
-    """Return `wide @ wide^T` for 5/8 of the work of a product that does not know it is symmetric."""
+def _gram(wide: torch.Tensor, *, blocks: int = 8) -> torch.Tensor:
+    """Return `wide @ wide^T` for 9/16 of the work of a product that does not know it is symmetric."""
     gram = wide.new_empty(len(wide), len(wide))
-    for start, stop in itertools.pairwise([len(wide) * i // blocks for i in range(blocks + 1)]):
-        gram[start:, start:stop] = wide[start:] @ wide[start:stop].t()
-        gram[start:stop, start:] = gram[start:, start:stop].t()
+    width = math.ceil(len(wide) / blocks)
+    for start in range(0, len(wide), width):
+        stop = start + width
+        product = wide[start:] @ wide[start:stop].t()
+        gram[start:, start:stop], gram[start:stop, start:] = product, product.t()
     return gram
 
 
