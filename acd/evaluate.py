@@ -37,7 +37,8 @@ from loha.console import out
 from loha.errors import LohaError
 from loha.layout import Window, format_k, parse_k, parse_polling
 from loha.progress import progress_bar
-from loha.render import Renderer, View
+from loha.render import Renderer
+from loha.rendering import View
 from loha.student import Student
 from loha.trajectory import Trajectory
 from loha.weight_files import float_dtype

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from loha.layout import Window
-from loha.render import Renderer, View
+from loha.render import Renderer
+from loha.rendering import View
 from loha.student import Student
 from loha.trajectory import Trajectory
 

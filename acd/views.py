@@ -17,7 +17,8 @@ from acd.readback import Question, ReadBackRule, choose_questions
 from loha.errors import LohaError
 from loha.layout import Window
 from loha.messages import normalize_messages
-from loha.render import Renderer, Rendering
+from loha.render import Renderer
+from loha.rendering import Rendering
 from loha.student import build_renderer
 from loha.student_files import StudentConfig
 from loha.trajectory import Trajectory

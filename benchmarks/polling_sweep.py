@@ -31,7 +31,8 @@ from loha.errors import LohaError
 from loha.layout import LAYOUT_VERSION, format_k, parse_k, parse_polling
 from loha.model_shape import read_shape
 from loha.progress import progress_bar
-from loha.render import LatentSettings, Renderer
+from loha.render import Renderer
+from loha.rendering import LatentSettings
 from loha.tokenizer_dir import load_tokenizer
 from loha.trajectory import Trajectory, read_trajectories
 from serving.arm import Arm, grid

@@ -11,7 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from loha.encoder import LatentEncoder
 from loha.lclm import load_weights
-from loha.render import Renderer, Rendering
+from loha.render import Renderer
+from loha.rendering import Rendering
 from loha.serving_checkpoint import ServingCheckpoint
 
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from loha.console import out
 from loha.errors import LohaError
 from loha.layout import Window, format_k, parse_k, parse_polling
-from loha.render import LatentSettings, Renderer, Rendering, View
+from loha.render import Renderer
+from loha.rendering import LatentSettings, Rendering, View
 from loha.tokenizer_dir import load_tokenizer
 from loha.trajectory import Trajectory, read_trajectories
 

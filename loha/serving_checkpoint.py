@@ -19,7 +19,8 @@ from loha.encoder import EncoderSettings
 from loha.errors import LohaError
 from loha.fingerprint import require_match
 from loha.hf_config import ARCHITECTURE, LohaConfig
-from loha.render import LatentSettings, Renderer
+from loha.render import Renderer
+from loha.rendering import LatentSettings
 from loha.tokenizer_dir import load_tokenizer
 from loha.weight_files import INDEX_NAME, WeightFiles, read_json, save_tensors
 

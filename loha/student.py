@@ -23,7 +23,8 @@ from loha.lclm import CONFIG_NAME as LCLM_CONFIG_NAME
 from loha.lclm import find_lclm, load_encoder
 from loha.lowrank import LowRankLinear
 from loha.mlp import LeanMLP
-from loha.render import LatentSettings, Renderer
+from loha.render import Renderer
+from loha.rendering import LatentSettings
 from loha.student_files import StudentConfig, StudentFiles
 from loha.tokenizer_dir import load_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from loha.render import View
+from loha.rendering import View
 from miniature.training import Reader, view_embeds
 from miniature.views import Batch, Views
 from miniature.world import Episode, make_episode

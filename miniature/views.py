@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from loha.layout import Window
-from loha.render import LatentSettings, Renderer, View
+from loha.render import Renderer
+from loha.rendering import LatentSettings, View
 from miniature.words import VALUES
 from miniature.world import TOOLS, Episode, messages_of
 

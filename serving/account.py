@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loha.layout import format_k
-from loha.render import Rendering
+from loha.rendering import Rendering
 from serving.options import RequestOptions
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loha.layout import format_k
-from loha.render import View
+from loha.rendering import View
 
 
 @dataclass(frozen=True, kw_only=True)

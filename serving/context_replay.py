@@ -12,7 +12,8 @@ import numpy as np
 
 from loha.accounting import CallRecord
 from loha.layout import MARKERS_PER_LATENT_OBSERVATION, Window
-from loha.render import FULL_TEXT, Renderer, Rendering
+from loha.render import FULL_TEXT, Renderer
+from loha.rendering import Rendering
 from loha.trajectory import Trajectory
 from serving.arm import Arm
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from loha.errors import LohaError
 from loha.layout import Window, format_k, parse_k, parse_polling
-from loha.render import VIEWS, View
+from loha.rendering import VIEWS, View
 
 DEFAULTS_VARIABLE = "LOHA_SERVING_DEFAULTS"
 """Environment variable by which the launcher hands the server's defaults to the API processes (a JSON object)."""

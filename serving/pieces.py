@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loha.layout import latent_count
-from loha.render import LatentSettings
+from loha.rendering import LatentSettings
 
 FIRST = 1
 LAST = 2

@@ -26,7 +26,7 @@ from vllm.multimodal.processing import (
 )
 
 from loha.layout import latent_count
-from loha.render import LatentSettings
+from loha.rendering import LatentSettings
 from serving.pieces import FIRST, LAST, Piece, PlacedPiece, max_item_length, windows_per_item
 
 MODALITY = "observation"

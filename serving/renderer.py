@@ -15,7 +15,8 @@ from vllm.utils.async_utils import make_async
 
 from loha.errors import LohaError
 from loha.messages import normalize_messages
-from loha.render import Renderer, Rendering
+from loha.render import Renderer
+from loha.rendering import Rendering
 from loha.serving_checkpoint import checkpoint_renderer
 from serving.account import CURRENT, Report, RequestAccount
 from serving.checkpoint import latent_identity

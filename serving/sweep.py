@@ -20,7 +20,7 @@ from loha.console import out
 from loha.errors import LohaError
 from loha.layout import parse_k, parse_polling
 from loha.progress import note, progress_bar
-from loha.render import VIEWS, View
+from loha.rendering import VIEWS, View
 from loha.trajectory import read_trajectories
 from serving.arm import Arm, grid
 from serving.cell import Cell, Question, ask, questions, turn_step

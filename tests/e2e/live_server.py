@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from loha.layout import Window, format_k
-from loha.render import Rendering
+from loha.rendering import Rendering
 from serving.liveness import read_counter
 
 NEW_TOKENS = 8

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from loha.errors import LohaError
 from loha.layout import Window, latent_count
 from loha.messages import normalize_messages
-from loha.render import Renderer, Rendering
+from loha.render import Renderer
+from loha.rendering import Rendering
 from loha.tokenizer_dir import load_tokenizer
 
 HOSTILE = (

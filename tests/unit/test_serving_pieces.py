@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loha.layout import latent_count
-from loha.render import LatentSettings
+from loha.rendering import LatentSettings
 from serving import pieces
 from serving.pieces import COUNTED, FIRST, LAST, MAX_ITEM_LATENTS, Cutter, max_item_length, windows_per_item
 
