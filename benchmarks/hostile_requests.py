@@ -61,6 +61,8 @@ class Report:
 
     statuses: dict[str, dict[str, int]] = field(default_factory=dict)
     """Of each kind of request; `cut` where the client hung up, `closed` where the server did."""
+    routes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each route."""
     failures: list[str] = field(default_factory=list)
     honest: int = 0
     honest_distinct: int = 0
@@ -69,16 +71,16 @@ class Report:
     memory_mib: list[float] = field(default_factory=list)
     """Before the attack, after a rehearsal of it, and after it."""
 
-    def add(self, kind: str, status: str) -> None:
+    def add(self, kind: str, route: str, status: str) -> None:
         """Count one answer."""
-        counts = self.statuses.setdefault(kind, {})
-        counts[status] = counts.get(status, 0) + 1
+        for counts in (self.statuses.setdefault(kind, {}), self.routes.setdefault(route, {})):
+            counts[status] = counts.get(status, 0) + 1
 
 
 def main(options: Options) -> int:
     """Attack a server and say what it did."""
     report = asyncio.run(attack(options))
-    for kind, counts in sorted(report.statuses.items()):
+    for kind, counts in [*sorted(report.statuses.items()), *sorted(report.routes.items())]:
         out(f"{kind:24} {counts}")
     for failure in report.failures[:20]:
         out(f"FAILURE {failure}")
@@ -124,14 +126,14 @@ async def _storm(
 
     async def connection() -> None:
         for number in waiting:
-            kind, send = _hostile(model, number, options)
+            kind, attack = _hostile(model, number, options)
             try:
-                status = await send(client)
+                status = await attack.send(client)
             except httpx.TransportError as error:
                 status = "closed"
                 if not isinstance(error, (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError)):
                     report.failures.append(f"{kind} #{number}: {error!r}")
-            report.add(kind, status)
+            report.add(kind, attack.route, status)
             if status.startswith("5"):
                 report.failures.append(f"{kind} #{number}: HTTP {status}")
             if number % 4 == 0:
@@ -204,17 +206,46 @@ def _chat(model: str, observation: Any, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": messages, "max_tokens": 4} | more
 
 
-Send = Callable[[httpx.AsyncClient], Any]
+def _body(route: str, model: str, observation: str) -> dict[str, Any]:
+    """Return a request that its route accepts, with one observation where it takes any."""
+    if route == "/v1/completions":
+        return {"model": model, "max_tokens": 4, "prompt": observation}
+    if route == "/v1/responses":
+        call = {"type": "function_call", "call_id": "c", "name": "bash", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "c", "output": observation}
+        return {"model": model, "max_output_tokens": 4, "input": [{"role": "user", "content": "task"}, call, result]}
+    if route == "/v1/messages":
+        use = {"type": "tool_use", "id": "c", "name": "bash", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": observation}
+        turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        return {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "task"}, *turns]}
+    body = _chat(model, observation)
+    if route == "/tokenize":
+        del body["max_tokens"]
+    return body
 
 
-def _hostile(model: str, number: int, options: Options) -> tuple[str, Send]:
+def _history_key(route: str) -> str:
+    return {"/v1/responses": "input", "/v1/completions": "prompt"}.get(route, "messages")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One hostile request."""
+
+    route: str
+    send: Callable[[httpx.AsyncClient], Any]
+    """Sends it and returns the status, as text."""
+
+
+def _hostile(model: str, number: int, options: Options) -> tuple[str, Attack]:
     """Return the kind of the attack's request and how it is sent."""
     rng = random.Random(options.seed * 1_000_003 + number)
     if number % 100 == 0:
         return "large body", _large(model, rng, options.megabytes)
     scale = min(1.0, options.megabytes / 10)
     sized = {"flood": _flood, "many": _many}
-    kinds = [_wrong_type, _odd_options, _odd_sampling, _deep, _broken, _hang_up, _shapes]
+    kinds = [_wrong_type, _odd_options, _odd_sampling, _deep, _broken, _hang_up, _shapes, _paths]
     if (which := number % (len(sized) + len(kinds))) < len(sized):
         kind, make_sized = list(sized.items())[which]
         return kind, make_sized(model, rng, scale)
@@ -222,41 +253,43 @@ def _hostile(model: str, number: int, options: Options) -> tuple[str, Send]:
     return make.__name__.strip("_").replace("_", " "), make(model, rng)
 
 
-def _post(body: Any, *, route: str = ROUTES[0], content: bytes | None = None, kind: str = "application/json") -> Send:
+def _post(body: Any, *, route: str = ROUTES[0], content: bytes | None = None, kind: str = "application/json") -> Attack:
     raw = json.dumps(body).encode() if content is None else content
 
     async def send(client: httpx.AsyncClient) -> str:
         response = await client.post(route, content=raw, headers={"content-type": kind})
         return str(response.status_code)
 
-    return send
+    return Attack(route, send)
 
 
-def _wrong_type(model: str, rng: random.Random) -> Send:
+def _wrong_type(model: str, rng: random.Random) -> Attack:
     value = rng.choice([None, 0, -1, 1.5, True, "x", [], {}, [[]], [{}], {"a": 1}, ["x"], [1]])
-    body: dict[str, Any] = _chat(model, "x" * 200)
-    key = rng.choice(
-        ["messages", "tools", "max_tokens", "stream", "loha", "content", "tool_calls", "role", "stop", "n"]
-    )
-    if key in ("content", "tool_calls", "role"):
-        body["messages"][rng.randrange(3)][key] = value
+    route = rng.choice(ROUTES)
+    body = _body(route, model, "x" * 200)
+    history = _history_key(route)
+    key = rng.choice([history, "tools", "max_tokens", "stream", "loha", "content", "tool_calls", "role", "stop", "n"])
+    if key in ("content", "tool_calls", "role") and isinstance(body[history], list):
+        rng.choice(body[history])[key] = value
     else:
         body[key] = value
-    return _post(body, route=rng.choice(ROUTES))
+    return _post(body, route=route)
 
 
-def _odd_options(model: str, rng: random.Random) -> Send:
+def _odd_options(model: str, rng: random.Random) -> Attack:
     number = rng.choice([10**30, -(10**30), 1e308, "9" * 1000, "9" * 5000, -1, 2**63, 0.5, "∞", "inf ", [3], {"k": 3}])
     key = rng.choice(["k", "polling", "view", "keep_tools", "x" * 1000])
     loha: Any = rng.choice([{key: number}, [number], number, {key: number, "k": number}])
-    body = _chat(model, "x" * 300)
+    route = rng.choice(ROUTES[:4])
+    body = _body(route, model, "x" * 300)
     if rng.random() < 0.3:
         suffix = rng.choice(["k" + "9" * 400, "k3p0", "k-1", "mask:" * 50 + "k3", "\x00", "k3\n", "kinfp" + "1" * 30])
-        return _post({**body, "model": f"{model}:{suffix}"})
-    return _post({**body, "loha": loha} if rng.random() < 0.5 else {**body, "chat_template_kwargs": {"loha": loha}})
+        return _post({**body, "model": f"{model}:{suffix}"}, route=route)
+    where = {"loha": loha} if rng.random() < 0.5 else {"chat_template_kwargs": {"loha": loha}}
+    return _post({**body, **where}, route=route)
 
 
-def _odd_sampling(model: str, rng: random.Random) -> Send:
+def _odd_sampling(model: str, rng: random.Random) -> Attack:
     more = rng.choice(
         [
             {"n": 10**6},
@@ -287,14 +320,14 @@ def _odd_sampling(model: str, rng: random.Random) -> Send:
     return _post(_chat(model, "x" * 300, loha={"k": 0, "polling": 1}, **more))
 
 
-def _flood(model: str, rng: random.Random, scale: float) -> Send:
+def _flood(model: str, rng: random.Random, scale: float) -> Attack:
     text = CONTROL * rng.choice([1, 100, int(3000 * scale)])
     body = _chat(model, text, loha={"k": rng.choice([0, "inf"]), "polling": 1})
     body["messages"][0]["content"] = text[: rng.choice([10, 10**6])]
     return _post(body, route=rng.choice((ROUTES[0], ROUTES[3])))
 
 
-def _many(model: str, rng: random.Random, scale: float) -> Send:
+def _many(model: str, rng: random.Random, scale: float) -> Attack:
     count = int(rng.choice([1000, 5000]) * scale)
     size = rng.choice([1, 10, 130])
     body = _chat(model, "x")
@@ -302,19 +335,21 @@ def _many(model: str, rng: random.Random, scale: float) -> Send:
     return _post({**body, "loha": {"k": 0, "polling": 1}})
 
 
-def _deep(model: str, rng: random.Random) -> Send:
+def _deep(model: str, rng: random.Random) -> Attack:
     depth = rng.choice([50, 500, 900, 20_000, 200_000])
     opening, closing = rng.choice([("[", "]"), ('{"a":', "}")])
     nested = opening * depth + ("1" if opening != "[" else "") + closing * depth
-    place = rng.choice(["loha", "tools", "messages", "x", "chat_template_kwargs"])
-    head = json.dumps(_chat(model, "x" * 200))[:-1]
+    route = rng.choice(ROUTES)
+    place = rng.choice(["loha", "tools", _history_key(route), "x", "chat_template_kwargs"])
+    head = json.dumps(_body(route, model, "x" * 200))[:-1]
     if place == "tools":
         nested = '[{"type":"function","function":{"name":"f","parameters":{"a":' + nested + "}}}]"
-    return _post(None, content=f'{head}, "{place}": {nested}}}'.encode(), route=rng.choice(ROUTES))
+    return _post(None, content=f'{head}, "{place}": {nested}}}'.encode(), route=route)
 
 
-def _broken(model: str, rng: random.Random) -> Send:
-    whole = json.dumps(_chat(model, "x" * 200)).encode()
+def _broken(model: str, rng: random.Random) -> Attack:
+    route = rng.choice(ROUTES)
+    whole = json.dumps(_body(route, model, "x" * 200)).encode()
     content = rng.choice(
         [
             b"",
@@ -326,15 +361,37 @@ def _broken(model: str, rng: random.Random) -> Send:
             whole + b"}",
             whole.replace(b"xxxx", b"\x00\x01", 1),
             whole.replace(b"xxxx", b"\\ud800", 1),
-            whole.replace(b'"max_tokens": 4', b'"max_tokens": NaN'),
-            whole.replace(b'"max_tokens": 4', b'"max_tokens": ' + b"9" * 10_000),
+            whole.replace(b'tokens": 4', b'tokens": NaN'),
+            whole.replace(b'tokens": 4', b'tokens": ' + b"9" * 10_000),
         ]
     )
     kind = rng.choice(["application/json", "text/plain", "multipart/form-data", ""])
-    return _post(None, content=content, kind=kind, route=rng.choice(ROUTES))
+    return _post(None, content=content, kind=kind, route=route)
 
 
-def _shapes(model: str, rng: random.Random) -> Send:
+def _paths(model: str, rng: random.Random) -> Attack:
+    """Quote something like a long path back: error texts are searched for paths."""
+    path = "/a" * rng.choice([100, 8_000, 300_000])
+    route = rng.choice(ROUTES)
+    body: dict[str, Any] = _body(route, model, "x" * 200)
+    history = body[_history_key(route)]
+    place = rng.choice(["model", "k", "view", "suffix", "role", "type", "tool", "template"])
+    if place == "model":
+        body["model"] = path
+    elif place == "suffix":
+        body["model"] = f"{model}:k{path}"
+    elif place in ("k", "view"):
+        body["loha"] = {place: path}
+    elif place in ("role", "type") and isinstance(history, list):
+        history[-1][place] = path
+    elif place == "tool":
+        body["tools"] = [{"type": path, "function": {"name": path, "description": 3}}]
+    else:
+        body["chat_template"] = "{{ raise_exception('" + path + "') }}"
+    return _post(body, route=route)
+
+
+def _shapes(model: str, rng: random.Random) -> Attack:
     content = rng.choice(
         [
             None,
@@ -356,7 +413,7 @@ def _shapes(model: str, rng: random.Random) -> Send:
     return _post(body)
 
 
-def _hang_up(model: str, rng: random.Random) -> Send:
+def _hang_up(model: str, rng: random.Random) -> Attack:
     """Hang up after the first event of a stream, or in the middle of the body."""
     body = _chat(model, f"{rng.random()} " * 60, max_tokens=400, ignore_eos=True, stream=True)
 
@@ -374,14 +431,15 @@ def _hang_up(model: str, rng: random.Random) -> Send:
         writer.close()
         return "cut"
 
-    return in_stream if rng.random() < 0.7 else in_body
+    return Attack(ROUTES[0], in_stream if rng.random() < 0.7 else in_body)
 
 
-def _large(model: str, rng: random.Random, megabytes: int) -> Send:
+def _large(model: str, rng: random.Random, megabytes: int) -> Attack:
     size = megabytes << 20
     unit = rng.choice(["word ", "<|im_end|>", "é", "0", "\n", "[", "a b\n"])
-    body = _chat(model, unit * (size // len(unit.encode())), loha={"k": rng.choice([0, "inf"]), "polling": 1})
-    return _post(body, route=rng.choice((ROUTES[0], ROUTES[0], ROUTES[1], ROUTES[3])))
+    route = rng.choice((ROUTES[0], ROUTES[0], *ROUTES[1:4]))
+    body = _body(route, model, unit * (size // len(unit.encode())))
+    return _post({**body, "loha": {"k": rng.choice([0, "inf"]), "polling": 1}}, route=route)
 
 
 def _remember_memory(options: Options, report: Report) -> None:

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from loha.errors import LohaError
+from loha.errors import LohaError, shown
 
 LAYOUT_VERSION = 2
 """Of everything that decides token ids. 2: tool definitions in vLLM's form."""
@@ -59,7 +59,7 @@ def parse_k(value: str | int | float | None) -> int | None:
         return None
     number = _whole_number(value)
     if number is None or number < 0:
-        raise LohaError(f"K must be 0, 1, 2, ... or inf (all observations stay text), got {value!r}")
+        raise LohaError(f"K must be 0, 1, 2, ... or inf (all observations stay text), got {shown(value)}")
     return number
 
 
@@ -71,7 +71,7 @@ def parse_polling(value: str | int | float) -> int:
     """
     number = _whole_number(value)
     if number is None or number < 1:
-        raise LohaError(f"polling must be a whole number of at least 1, got {value!r}")
+        raise LohaError(f"polling must be a whole number of at least 1, got {shown(value)}")
     return number
 
 

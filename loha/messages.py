@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loha.errors import LohaError
+from loha.errors import LohaError, shown
 
 ROLES = {
     "system": "system",
@@ -118,7 +118,7 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     raw_role = message.get("role")
     role = ROLES.get(raw_role) if isinstance(raw_role, str) else None
     if role is None:
-        raise LohaError(f"{where}: unknown role {raw_role!r}, expected one of {', '.join(sorted(ROLES))}")
+        raise LohaError(f"{where}: unknown role {shown(raw_role)}, expected one of {', '.join(sorted(ROLES))}")
     clean: dict[str, Any] = {"role": role, "content": content_text(message.get("content"), where)}
     for key in _KEPT:
         if isinstance(message.get(key), str):
@@ -146,7 +146,9 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
 def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return clean_text(part)
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return clean_text(part["text"])
+    if isinstance(part, Mapping):
+        for key in ("text", "refusal"):  # a refusal is text that the assistant wrote
+            if isinstance(part.get(key), str):
+                return clean_text(part[key])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise LohaError(f"{where}: content part of type {kind!r} is not supported, only text parts are")
+    raise LohaError(f"{where}: content part of type {shown(kind)} is not supported, only text parts are")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from loha import standins
-from loha.errors import LohaError
+from loha.errors import LohaError, shown
 from loha.layout import (
     LAYOUT_VERSION,
     MARKERS_PER_LATENT_OBSERVATION,
@@ -179,7 +179,7 @@ class Renderer:
                 render the messages one by one.
         """
         if view not in VIEWS:
-            raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {view!r}")
+            raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {shown(view)}")
         history = normalize_messages(messages)
         found = self.rule.find(history)
         old = [] if view == "full" else self._old(history, found, window, keep_tools)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loha.errors import LohaError
+from loha.errors import LohaError, shown
 from loha.messages import clean_value
 
 _EXPECTED = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
@@ -44,7 +44,7 @@ def _normalize(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise LohaError(f"{where}: expected {_EXPECTED}, with a string name")
     if tool.get("type", "function") != "function":
-        raise LohaError(f"{where}: type must be 'function', got {tool['type']!r}")
+        raise LohaError(f"{where}: type must be 'function', got {shown(tool['type'])}")
     deferred = _flag(tool, "defer_loading", where)
     clean: dict[str, Any] = {
         "name": function["name"],
@@ -60,7 +60,8 @@ def _optional(function: Mapping[str, Any], key: str, kind: type, where: str) -> 
     value = function.get(key)
     if value is not None and not isinstance(value, kind):
         expected = "a string" if kind is str else "an object"
-        raise LohaError(f"{where} ({function['name']}): {key} must be {expected} or null, got {type(value).__name__}")
+        got = type(value).__name__
+        raise LohaError(f"{where} ({shown(function['name'])}): {key} must be {expected} or null, got {got}")
     return value
 
 
@@ -70,5 +71,5 @@ def _flag(holder: Mapping[str, Any], key: str, where: str) -> dict[str, bool]:
     if value is None:
         return {}
     if not isinstance(value, bool):
-        raise LohaError(f"{where}: {key} must be true, false or null, got {value!r}")
+        raise LohaError(f"{where}: {key} must be true, false or null, got {shown(value)}")
     return {key: value}

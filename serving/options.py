@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loha.errors import LohaError
+from loha.errors import LohaError, shown
 from loha.layout import Window, format_k, parse_k, parse_polling
 from loha.rendering import VIEWS, View
 
@@ -63,7 +63,7 @@ def resolve_options(*layers: Any) -> RequestOptions:
             raise LohaError(f"loha must be an object, got {type(layer).__name__}; {ALLOWED}")
         unknown = [key for key in layer if key not in KEYS]
         if unknown:
-            raise LohaError(f"unknown key {_short(unknown[0])} in loha; {ALLOWED}")
+            raise LohaError(f"unknown key {shown(unknown[0])} in loha; {ALLOWED}")
         merged.update({key: value for key, value in layer.items() if value is not None})
     try:
         window = Window(k=parse_k(merged.get("k", 3)), polling=parse_polling(merged.get("polling", 1)))
@@ -95,15 +95,10 @@ def _view(value: Any) -> View:
     for view in VIEWS:
         if value == view:
             return view
-    raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {_short(value)}; {ALLOWED}")
+    raise LohaError(f"view must be one of {', '.join(VIEWS)}, got {shown(value)}; {ALLOWED}")
 
 
 def _keep_tools(value: Any) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-        raise LohaError(f"keep_tools must be a list of tool names, got {_short(value)}; {ALLOWED}")
+        raise LohaError(f"keep_tools must be a list of tool names, got {shown(value)}; {ALLOWED}")
     return frozenset(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

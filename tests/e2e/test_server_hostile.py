@@ -30,4 +30,6 @@ def test_hostile_requests_break_nothing_and_leak_nothing(server: Server) -> None
     assert report.honest_distinct == 8 and report.honest == 25
     statuses = {status for counts in report.statuses.values() for status in counts}
     assert {"200", "400", "cut"} <= statuses
-    assert len(report.statuses) == 10
+    assert len(report.statuses) == 11
+    assert set(report.routes) == set(hostile.ROUTES)
+    assert all({"200", "400"} <= counts.keys() for counts in report.routes.values()), report.routes

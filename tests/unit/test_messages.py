@@ -19,6 +19,7 @@ from loha.observations import ObservationRule, tool_names
         ([], ""),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
         (["a", {"type": "input_text", "text": "b"}], "a\nb"),
+        ([{"type": "refusal", "refusal": "I will not."}], "I will not."),
         ("lone \ud800 surrogate", "lone \ufffd surrogate"),
     ],
 )
