@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from loha.errors import LohaError
 from loha.fingerprint import weights_hash
@@ -46,6 +48,7 @@ def check_checkpoint(folder: Path) -> LohaConfig:
 def checkpoint_hash(folder: Path, config: LohaConfig) -> str:
     """Return a name for everything that a checkpoint's replies depend on: weights, tokenizers, template, settings."""
     parts = [weights_hash(folder), sorted(config.fingerprint.items()), config.compression_ratio, config.encoder_window]
+    parts += [_architecture(config.text_config), _architecture(config.encoder_config)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -55,7 +58,8 @@ def latent_identity(folder: str | Path, config: LohaConfig, dtype: Any) -> str:
     Caches of latents can outlive a server (vLLM's encoder-cache connectors), so the weights themselves are hashed:
     adapter and markers whole, the encoder through the hash that the export recorded, or whole where it did not.
     """
-    digest = hashlib.sha256(f"{config.compression_ratio}|{config.encoder_window}|{dtype}".encode())
+    settings = f"{config.compression_ratio}|{config.encoder_window}|{dtype}|{_architecture(config.encoder_config)}"
+    digest = hashlib.sha256(settings.encode())
     recorded = config.fingerprint.get("encoder_weights")
     digest.update(str(recorded).encode())
     weights = WeightFiles(folder)
@@ -66,3 +70,8 @@ def latent_identity(folder: str | Path, config: LohaConfig, dtype: Any) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    """Return a model's configuration as text: equal weights compute other things at another rope or epsilon."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)

@@ -14,8 +14,9 @@ from live_server import Reference, Server
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import TinyCheckpoint, text
 
+from serving.checkpoint import check_checkpoint, checkpoint_hash, latent_identity
 from serving.liveness import SelfTestFailed
-from serving.self_test import TOLERANCES, mean_difference, self_test, streamed_reference
+from serving.self_test import TOLERANCES, as_served, mean_difference, self_test, streamed_reference
 
 
 def change(name: str, factor: float) -> Callable[[Path], None]:
@@ -42,6 +43,20 @@ def test_it_passes_on_the_served_checkpoint(server: Server, tiny: TinyCheckpoint
     assert next(line for line in log if line.startswith(("self-test: ", "ready: "))).startswith("self-test: mean")
 
 
+def test_another_rope_is_another_checkpoint_and_makes_other_latents(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    """The weights are the same; caches of latents and of results must not be."""
+    copy = Path(shutil.copytree(tiny.serving, tmp_path / "copy"))
+
+    def names() -> tuple[str, str]:
+        config = check_checkpoint(copy)
+        return checkpoint_hash(copy, config), latent_identity(copy, config, "torch.float32")
+
+    before = names()
+    assert names() == before
+    patch_rope(copy)
+    assert all(new != old for new, old in zip(names(), before, strict=True))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -60,6 +75,19 @@ def test_it_notices_other_weights(
     damage(copy)
     with pytest.raises(SelfTestFailed, match="differs from this checkpoint"):
         self_test(server.client, server.model, copy)
+
+
+def test_token_ids_of_another_template_are_compared_as_they_are(reference: Reference) -> None:
+    own = reference.render(one_observation(text(41, 80)), k=0)
+    hole = reference.model.renderer.placeholder_id
+    (latent,) = own.latents
+    served = as_served(own, [1, 2, *own.token_ids, 3], hole)
+    assert served.latents[0].start == latent.start + 2 and served.token_ids[:2] == [1, 2]
+    torch.testing.assert_close(reference.model.embeds(served)[2:-1], reference.model.embeds(own), rtol=0.0, atol=0.0)
+    shorter = own.token_ids[: latent.start] + own.token_ids[latent.start + 1 :]
+    for ids in (shorter, [*own.token_ids, hole], [1, 2]):
+        with pytest.raises(SelfTestFailed, match="latent positions"):
+            as_served(own, ids, hole)
 
 
 def test_the_streamed_reference_is_the_reference_and_keeps_no_weights(
