@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from loha.layout import format_k
@@ -40,6 +40,11 @@ class Report:
             encoder_tokens_new=encoder_tokens_new,
         )
 
+    def plus(self, other: Report) -> Report:
+        """Return the sums over two renderings of one request."""
+        counts = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[1:]}
+        return replace(other, **counts)
+
     def usage(self, cached_tokens: int | None = None) -> dict[str, Any]:
         """Return the `usage.loha` object.
 
@@ -74,8 +79,15 @@ class RequestAccount:
     body_options: Any = None
     """The top-level `loha` value of the request body, unchecked."""
 
+    counted: bool = True
+    """Whether the request generates: others neither count as answered nor as meeting observations."""
+
     report: Report | None = None
     """Set by the renderer."""
+
+    def add(self, report: Report) -> None:
+        """Take in the report of a rendering; a request may hold several conversations."""
+        self.report = report if self.report is None else self.report.plus(report)
 
     def layers(self, template_options: Any) -> tuple[Any, Any, Any]:
         """Return what the request asks for, weakest first.

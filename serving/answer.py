@@ -30,13 +30,11 @@ class Answer:
     Args:
         account: filled by the renderer before the answer starts.
         send: the server's.
-        counted: whether a success counts as an answered request.
     """
 
-    def __init__(self, account: RequestAccount, send: Send, *, counted: bool) -> None:
+    def __init__(self, account: RequestAccount, send: Send) -> None:
         self._account = account
         self._send = send
-        self._counted = counted
         self._start: Message | None = None
         self._stream = False
         self._body = bytearray()
@@ -58,8 +56,6 @@ class Answer:
         kind = dict(message.get("headers", ())).get(b"content-type", b"")
         headers = list(message.get("headers", ()))
         if message["status"] == 200:
-            if self._counted:
-                metrics.count_request(report)
             headers += _report_headers(report)
         self._start = {**message, "headers": headers}
         self._stream = kind.startswith(b"text/event-stream")
@@ -74,13 +70,25 @@ class Answer:
         self._body += message.get("body", b"")
         more = message.get("more_body", False)
         if self._stream:
-            await self._send({**message, "body": self._take_events(report, everything=not more)})
+            events = self._take_events(report, everything=not more)
+            if not more:
+                self._count(report)
+            await self._send({**message, "body": events})
         elif not more:
             assert self._start is not None
             body = bytes(self._body)
-            refused = self._start["status"] == 400
-            body = body.replace(_TOO_LONG, _TOO_LONG_CHAT) if refused else _with_account(body, report)
-            await _send_whole(self._send, self._start, body)
+            if self._start["status"] == HTTPStatus.OK:
+                answer = _with_account(body, report)
+                if answer is not body:  # null where the client hung up
+                    self._count(report)
+            else:
+                answer = body.replace(_TOO_LONG, _TOO_LONG_CHAT)
+            await _send_whole(self._send, self._start, answer)
+
+    def _count(self, report: Report) -> None:
+        """Count the request as answered, when its answer is whole."""
+        if self._account.counted:
+            metrics.count_request(report)
 
     def _take_events(self, report: Report, *, everything: bool) -> bytes:
         """Return the whole server-sent events received so far, those with a final usage rewritten."""
@@ -170,7 +178,7 @@ def _with_account(body: bytes, report: Report) -> bytes:
     if usage is None:
         return body
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    usage["loha"] = report.usage(details.get("cached_tokens"))
+    usage["loha"] = report.usage(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 

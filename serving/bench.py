@@ -52,8 +52,8 @@ class Options:
     base_url: str = "http://127.0.0.1:8000/v1"
     """Of the server with the plugin (`loha serve`)."""
 
-    arms: tuple[str, ...] = ("full", "k3p1", "k3p8")
-    """What is compared: full, k3 (K=3, P=1), k3p8, mask:k3p8, ... Each arm has the server to itself while it runs."""
+    arms: tuple[str, ...] = ("full", "k3p1", "k3p7")
+    """What is compared: full, k3 (K=3, P=1), k3p7, mask:k3p7, ... Each arm has the server to itself while it runs."""
 
     stock_url: str | None = None
     """Of a vLLM server without the plugin that serves the merged decoder alone (`loha export --decoder-only`): one more

@@ -307,7 +307,7 @@ def _check_port(host: str, port: int) -> None:
 
 def _client(options: Options) -> httpx.Client:
     """Return a client of the server that is to be started."""
-    scheme = "https" if "--ssl-certfile" in " ".join(options.vllm_args) else "http"
+    scheme = "https" if "--ssl-certfile" in " ".join(options.vllm_args).replace("_", "-") else "http"
     base_url = f"{scheme}://{_local_host(options.host)}:{options.port}"
     return httpx.Client(base_url=base_url, headers=_auth(options.vllm_args), verify=False, timeout=60.0)
 
@@ -357,10 +357,9 @@ def _check(client: httpx.Client, options: Options) -> None:
 def _auth(vllm_args: Sequence[str]) -> dict[str, str]:
     key = os.environ.get("VLLM_API_KEY", "")
     for i, arg in enumerate(vllm_args):
-        if arg == "--api-key" and i + 1 < len(vllm_args):
-            key = vllm_args[i + 1]
-        elif arg.startswith("--api-key="):
-            key = arg.partition("=")[2]
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == "--api-key":
+            key = value if equals else "".join(vllm_args[i + 1 : i + 2])
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

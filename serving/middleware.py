@@ -20,13 +20,15 @@ from loha.errors import LohaError
 from serving import metrics
 from serving.account import CURRENT, RequestAccount
 from serving.answer import Answer, ModelList, Receive, Send, send_json
+from serving.error_texts import bound_error_texts
 from serving.model_name import ImpossibleLayout, read_model_name
 from serving.state import BODY_VARIABLE, DEFAULT_BODY_MIB, has_mark
 
 _OPTIONS = b'"loha"'
 _NULL_CONTENT = re.compile(rb'"content"\s*:\s*null')
 _SUFFIXED_MODEL = re.compile(rb'"model"\s*:\s*"[^"]*(?::|\\)')
-_UNCOUNTED = ("/tokenize", "/detokenize", "/render")
+_UNCOUNTED = ("/tokenize", "/detokenize", "/render", "/count_tokens")
+"""Routes that render without generating."""
 _DRAINING = {
     "message": "The server is shutting down and takes no new requests; try again in a moment.",
     "type": "ServiceUnavailableError",
@@ -40,6 +42,7 @@ class LohaMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        bound_error_texts()  # vLLM's handlers are imported by now
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -59,11 +62,10 @@ class LohaMiddleware:
         if has_mark("draining"):
             await send_json(send, 503, {"error": _DRAINING}, (b"retry-after", b"5"), (b"connection", b"close"))
             return
-        account = RequestAccount()
+        account = RequestAccount(counted=not scope["path"].endswith(_UNCOUNTED))
         token = CURRENT.set(account)
         try:
-            counted = not scope["path"].endswith(_UNCOUNTED)
-            answer = Answer(account, send, counted=counted)
+            answer = Answer(account, send)
             with metrics.in_flight():
                 await self.app(scope, _whole_body(receive, account, _served_names(scope)), answer.send)
         finally:
@@ -148,7 +150,9 @@ def prepare_body(body: bytes, served: Sequence[str] = ()) -> PreparedBody:
 def _fill_null_contents(messages: Any) -> bool:
     changed = False
     for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and message.get("role") != "assistant" and message.get("content", "") is None:
+        if isinstance(message, list):  # a conversation of the batch route
+            changed |= _fill_null_contents(message)
+        elif isinstance(message, dict) and message.get("role") != "assistant" and message.get("content", "") is None:
             message["content"] = ""
             changed = True
     return changed

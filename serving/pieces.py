@@ -25,8 +25,12 @@ COUNTED = 4
 MAX_ITEM_LATENTS = 512
 """Aim for the latents of one item: an item is encoded whole as soon as the scheduler reaches its first position."""
 
-CACHED_TOKENS = 4_000_000
-"""Encoder tokens of the observations that a cutter remembers: a few working sets, whatever the size of one body."""
+CACHE_BYTES = 160 << 20
+"""Of the observations that a cutter remembers: a few working sets."""
+
+_ENTRY_BYTES = 900
+_TOKEN_BYTES = 40
+"""Of an entry without ids (measured), and of an id in the renderer's tuple, which is kept alive, and in the piece."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Cutter:
         self._seed = f"{identity}|{settings.ratio}|{settings.window}".encode()
         self._item_tokens = windows_per_item(settings) * settings.window
         self._cache: OrderedDict[int, tuple[Sequence[int], list[Piece]]] = OrderedDict()
-        self._cached_tokens = 0
+        self._bytes = 0
         self._lock = threading.Lock()
 
     def cut(self, encoder_ids: Sequence[int]) -> list[Piece]:
@@ -89,10 +93,10 @@ class Cutter:
     def _remember(self, encoder_ids: Sequence[int], pieces: list[Piece]) -> None:
         replaced = self._cache.pop(id(encoder_ids), None)
         self._cache[id(encoder_ids)] = (encoder_ids, pieces)  # keeps the tuple alive, so its id stays its own
-        self._cached_tokens += len(encoder_ids) - (len(replaced[0]) if replaced else 0)
-        while self._cached_tokens > CACHED_TOKENS:
+        self._bytes += _entry_bytes(encoder_ids) - (_entry_bytes(replaced[0]) if replaced else 0)
+        while self._bytes > CACHE_BYTES:
             _, (oldest, _) = self._cache.popitem(last=False)
-            self._cached_tokens -= len(oldest)
+            self._bytes -= _entry_bytes(oldest)
 
     def _cut(self, ids: np.ndarray) -> list[Piece]:
         starts = range(0, len(ids), self._item_tokens)
@@ -106,6 +110,10 @@ class Cutter:
         latents = latent_count(len(ids), ratio=self.settings.ratio, window=self.settings.window)
         digest = hashlib.blake2b(self._seed + b"|%d|" % flags + ids.tobytes(), digest_size=20).hexdigest()
         return Piece(ids, flags, latents + first + last, digest)
+
+
+def _entry_bytes(encoder_ids: Sequence[int]) -> int:
+    return _ENTRY_BYTES + _TOKEN_BYTES * len(encoder_ids)
 
 
 def windows_per_item(settings: LatentSettings) -> int:

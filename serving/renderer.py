@@ -86,9 +86,10 @@ class LohaChatRenderer(HfRenderer):
         history = [_plain_message(message) for message in messages]
         rendering = self._rendering(history, params, options)
         placed = self._place(rendering)
-        new_tokens = self._remember(placed) if self._fits(rendering) else 0
+        generates = account is None or account.counted
+        new_tokens = self._remember(placed) if generates and self._fits(rendering) else 0
         if account is not None:
-            account.report = Report.of(rendering, options, new_tokens)
+            account.add(Report.of(rendering, options, new_tokens))
         prompt: dict[str, Any] = {"prompt_token_ids": rendering.token_ids}
         if placed:
             prompt["multi_modal_data"] = {MODALITY: placed}

@@ -168,6 +168,35 @@ def test_refused_suffixes_say_what_is_allowed(server: Server, route: str, suffix
     assert "k3p8 (K=3, P=8)" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("more", [{"loha": {"k": "/a" * 100_000}}, {"model": "/a" * 100_000}], ids=["k", "model"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_looks_like_a_path_costs_nothing(server: Server, route: str, more: dict[str, Any]) -> None:
+    """vLLM searches error texts for paths; 200 KB would take it hours."""
+    response = post(server, route, **more)
+    assert response.status_code in (400, 404)
+    assert len(response.text) < 2000
+
+
+def test_the_batch_route_reports_the_sum(server: Server) -> None:
+    messages = [one_observation(BODY), one_observation(text(43, 60))]
+    alone = [
+        server.client.post(ROUTES[0], json={"model": server.model, "messages": each, "max_tokens": 2}).json()["usage"]
+        for each in messages
+    ]
+    body = {"model": server.model, "messages": messages, "max_tokens": 2}
+    usage = server.client.post("/v1/chat/completions/batch", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == usage["loha"]["context_tokens"] == sum(each["prompt_tokens"] for each in alone)
+
+
+def test_counting_tokens_is_no_answer_and_meets_nothing(server: Server) -> None:
+    body = request_on("/v1/messages", server.model, f"new {text(47, 80)}", loha=options(0))
+    before = server.counter("requests")
+    assert server.client.post("/v1/messages/count_tokens", json=body).status_code == 200
+    assert server.counter("requests") == before
+    assert server.client.post("/v1/messages", json=body).json()["usage"]["loha"]["encoder_tokens_new"] > 0
+    assert server.counter("requests") == before + 1
+
+
 def test_an_overflow_says_what_clients_look_for_on_every_route(server: Server) -> None:
     flood = text(51, 5000) * 8
     for route in ROUTES[:3]:
@@ -214,6 +243,10 @@ def test_messages_never_reach_the_log(server: Server) -> None:
         {"model": f"{server.model}:{secret}", "messages": one_observation(secret)},
         {"model": server.model, "messages": one_observation(secret), "structured_outputs": {"regex": f"({secret}"}},
     ]
+    for route in ROUTES[1:3]:
+        for more in ({"loha": {"view": BODY}}, {"tools": [{"type": secret}]}, {"model": f"{server.model}:{secret}"}):
+            response = server.client.post(route, json=request_on(route, server.model, secret) | more)
+            assert 400 <= response.status_code < 500, response.text
     statuses = [server.client.post(ROUTES[0], json=body).status_code for body in bad]
     statuses.append(server.client.post(ROUTES[0], content=b'{"messages": "' + secret.encode()).status_code)
     assert statuses[0] == 200 and all(400 <= status < 500 for status in statuses[1:]), statuses

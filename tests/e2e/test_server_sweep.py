@@ -64,7 +64,9 @@ def test_sweep_scores_resumes_and_names_refusals(
     # Again: answered cells are kept, and the refused one is asked again.
     assert run(server, recorded, tmp_path) == 0
     assert server.counter("requests") - before == asked
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["arms"] == summary["arms"]
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["arms"] == summary["arms"]
+    assert "trajectory run1, turn 4, arm full" in captured.err
 
 
 def test_sweep_does_not_mix_two_sweeps_in_one_folder(server: Server, recorded: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from serving.account import CURRENT, Report
+from serving import metrics
+from serving.account import CURRENT, Report, RequestAccount
 from serving.answer import with_layouts
 from serving.middleware import LohaMiddleware, prepare_body
 from serving.options import RequestOptions
@@ -71,7 +72,8 @@ def answering(
         assert account is not None
         if seen is not None:
             seen.append((body, account.body_options))
-        account.report = report
+        if report is not None:
+            account.add(report)
         headers = [(b"content-type", kind), (b"content-length", b"1")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for i, part in enumerate(bodies):
@@ -215,6 +217,54 @@ def test_only_the_last_chunk_of_a_stream_changes() -> None:
         start, bodies = call(answering(*parts, b"", kind=b"text/event-stream; charset=utf-8"), [b"{}"])
         assert parsed(b"".join(bodies)) == expected
         assert dict(start["headers"])[b"x-loha-latent-tokens"] == b"5"
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, app: Any, path: str = "/v1/chat/completions") -> int:
+    counted: list[Report] = []
+    monkeypatch.setattr(metrics, "count_request", counted.append)
+    call(app, [b"{}"], path)
+    return len(counted)
+
+
+def test_only_whole_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = b'{"usage": {"prompt_tokens": 40}}'
+    assert counted(monkeypatch, answering(usage)) == 1
+    assert counted(monkeypatch, answering(usage), "/v1/messages/count_tokens") == 0
+    assert counted(monkeypatch, answering(b"null")) == 0, "what vLLM sends to a client that has hung up"
+    assert counted(monkeypatch, answering(b"{}", status=400)) == 0
+    assert counted(monkeypatch, answering(PLAIN, DONE, kind=b"text/event-stream")) == 1
+
+    async def cut_off(scope: Any, receive: Any, send: Any) -> None:
+        account = CURRENT.get()
+        assert account is not None
+        account.add(REPORT)
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": PLAIN, "more_body": True})
+
+    assert counted(monkeypatch, cut_off) == 0
+
+
+def test_several_renderings_of_a_request_add_up() -> None:
+    account = RequestAccount()
+    account.add(REPORT)
+    account.add(REPORT)
+    assert account.report is not None and account.report.usage() == {
+        **{name: 2 * value if isinstance(value, int) else value for name, value in ACCOUNT.items()},
+        "k": 3,
+        "polling": 1,
+    }
+
+
+def test_vllm_cuts_error_texts_before_it_cleans_them() -> None:
+    from vllm.entrypoints.serve.exception_handling import error_response
+    from vllm.entrypoints.serve.exception_handling.handlers import http, validation
+
+    LohaMiddleware(None)
+    LohaMiddleware(None)
+    for module in (error_response, http, validation):
+        cleaned = module.sanitize_message("see /tmp/x.py: " + "/a" * 500_000)
+        assert cleaned.startswith("see <path>: /a/a") and len(cleaned) < 1100
 
 
 def test_stream_events_are_not_held_back() -> None:

@@ -88,12 +88,12 @@ def test_an_id_of_a_collected_tuple_is_not_mistaken(count: int) -> None:
         del ids
 
 
-def test_the_cache_is_bounded_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "CACHED_TOKENS", 100)
+def test_the_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "CACHE_BYTES", 3 * (900 + 40 * 30) + 100)
     cutter = Cutter(SMALL, "x")
     bodies = [tuple(range(i, i + 30)) for i in range(5)]
     cut = [cutter.cut(body) for body in bodies]
     assert [cutter.cut(body) is before for body, before in zip(bodies[2:], cut[2:], strict=True)] == [True] * 3
     assert cutter.cut(bodies[0]) is not cut[0]
-    huge = tuple(range(101))
+    huge = tuple(range(200))
     assert cutter.cut(huge) is not cutter.cut(huge)
