@@ -42,8 +42,8 @@ class Report:
 
     def plus(self, other: Report) -> Report:
         """Return the sums over two renderings of one request."""
-        counts = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[1:]}
-        return replace(other, **counts)
+        names = [each.name for each in fields(self) if each.name != "options"]
+        return replace(other, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def usage(self, cached_tokens: int | None = None) -> dict[str, Any]:
         """Return the `usage.loha` object.
