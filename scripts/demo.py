@@ -38,8 +38,8 @@ class Options:
     lclm: Path | None = None
     """LCLM checkpoint of that base; the packaged one when left out."""
 
-    rank: int = 16
-    """Rank of the reading patch."""
+    rank: int = 64
+    """Rank of the reading patch: the paper's, half of the miniature's width."""
 
     instances: int = 320
     """Training tasks; held-out ones are fewer and have a seed of their own."""
