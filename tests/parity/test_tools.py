@@ -75,8 +75,8 @@ def test_no_tools(tools: Any) -> None:
         ([FULL, FULL, {"name": "bash"}], "tool 2: expected"),
         ([{"type": "function", "function": {"name": 3}}], "tool 0: expected"),
         ([{"type": "custom", "function": {"name": "a"}}], "tool 0: type"),
-        ([{"function": {"name": "a", "description": 1}}], r"tool 0 \(a\): description"),
-        ([{"function": {"name": "a", "parameters": "{}"}}], r"tool 0 \(a\): parameters"),
+        ([{"function": {"name": "a", "description": 1}}], r"tool 0 \('a'\): description"),
+        ([{"function": {"name": "a", "parameters": "{}"}}], r"tool 0 \('a'\): parameters"),
         ([{"function": {"name": "a", "strict": "yes"}}], "tool 0: strict"),
     ],
 )
