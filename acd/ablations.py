@@ -29,7 +29,7 @@ from acd.config import Config, config_dict, load_config
 from acd.evaluate import EvaluationRule, evaluate_student
 from acd.input_hash import input_hash
 from acd.train import train
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, check_writable
 from loha.command_line import OneLineParser, run_reporting
 from loha.console import out
 from loha.errors import LohaError
@@ -252,6 +252,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.jobs < 1:
         raise LohaError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.turns < 1:
+        raise LohaError(f"--turns must be at least 1, got {options.turns}")
+    check_writable(options.out / "results.md")
     cells = make_cells(options.config, options.seeds, options.out, ks=options.k, turns=options.turns)
     missing = sum(cell.result() is None for cell in cells)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no cell outlives this process

@@ -132,19 +132,34 @@ def restore(
     Raises:
         LohaError: when the checkpoint is damaged, or is of another student or plan.
     """
-    state = read_json(path / STATE_NAME)
-    if state.get("format") != FORMAT:
-        raise LohaError(f"{path}: checkpoint format {state.get('format')!r}, this version reads {FORMAT}")
-    if state["plan_key"] != plan_key:
-        raise LohaError(
-            f"{path}: made with another epoch plan ({state['plan_key']}, now {plan_key}): data, views, packing, "
-            "seed or renderer changed; restore the old configuration or choose another run.output_dir"
-        )
+    state = check_checkpoint(path, plan_key)
     _load_trained(path, trained)
     _load_moments(path, trained, optimizer)
     if rank < len(state["random_states"]):
         set_random_state(state["random_states"][rank])
     return Cursor(step=state["step"], plan_key=state["plan_key"], best=state["best"])
+
+
+def check_checkpoint(path: Path, plan_key: str) -> dict[str, Any]:
+    """Return the state of a checkpoint that belongs to a plan.
+
+    Raises:
+        LohaError: when it is damaged, or belongs to another plan.
+    """
+    state = read_json(path / STATE_NAME)
+    if state.get("format") != FORMAT:
+        raise LohaError(f"{path}: checkpoint format {state.get('format')!r}, this version reads {FORMAT}")
+    if missing := {"plan_key", "step", "best", "random_states"} - state.keys():
+        raise LohaError(
+            f"{path / STATE_NAME}: not a whole state ({', '.join(sorted(missing))} missing); delete {path} to go on "
+            "from the checkpoint before it"
+        )
+    if state["plan_key"] != plan_key:
+        raise LohaError(
+            f"{path}: made with another epoch plan ({state['plan_key']}, now {plan_key}): data, views, packing, "
+            "seed or renderer changed; restore the old configuration or choose another run.output_dir"
+        )
+    return state
 
 
 def random_state() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,36 @@ from loha.errors import LohaError
 
 Direction = Literal["forward", "reverse"]
 Dtype = Literal["float32", "bfloat16"]
+_LEAST = {
+    1: (
+        "data.limit",
+        "data.held_out_limit",
+        "loss.chunk",
+        "model.mlp_chunks",
+        "packing.attention_tokens",
+        "readback.max_answer_chars",
+        "run.epochs",
+        "run.keep_last",
+        "run.max_steps",
+        "teacher.candidates",
+        "teacher.trajectories_per_shard",
+    ),
+    0: (
+        "data.workers",
+        "loss.anchor_weight",
+        "model.encoder_cache_gb",
+        "optimizer.lr_adapter",
+        "optimizer.lr_gains",
+        "optimizer.lr_patch",
+        "optimizer.warmup_steps",
+        "optimizer.weight_decay",
+        "run.checkpoint_every",
+        "run.evaluate_every",
+        "run.probe_turns",
+        "run.seed",
+    ),
+}
+"""Smallest values."""
 EXTENDS = "extends"
 """The key of a file that names the one it differs from."""
 
@@ -265,18 +296,19 @@ class Config:
             raise LohaError("teacher.mode live uses the base as teacher: another teacher.model needs mode: cache")
         if self.teacher.model and not self.teacher.anchor_cache:
             raise LohaError("teacher.model is not the base, so teacher.anchor_cache must name a cache of the base")
-        for where, value in (
-            ("loss.chunk", self.loss.chunk),
-            ("teacher.trajectories_per_shard", self.teacher.trajectories_per_shard),
-            ("teacher.candidates", self.teacher.candidates),
-            ("model.mlp_chunks", self.model.mlp_chunks),
-            ("run.epochs", self.run.epochs),
-            ("run.max_steps", 1 if self.run.max_steps is None else self.run.max_steps),
-        ):
-            if value < 1:
-                raise LohaError(f"{where} must be at least 1, got {value}")
-        if self.run.probe_turns < 0:
-            raise LohaError(f"run.probe_turns must be at least 0, got {self.run.probe_turns}")
+        for least, names in _LEAST.items():
+            for name in names:
+                self._check_number(name, least)
+        for name in ("optimizer.epsilon", "optimizer.max_grad_norm"):
+            if self._check_number(name, 0) == 0:
+                raise LohaError(f"{name} must be above 0, got 0" + ("; null does not clip" if "norm" in name else ""))
+        for name in ("optimizer.beta1", "optimizer.beta2"):
+            if (self._check_number(name, 0) or 0) >= 1:
+                raise LohaError(f"{name} must be below 1, got {self._number(name)}")
+        if self.run.seed >= 2**32:
+            raise LohaError(f"run.seed must be below 2**32, got {self.run.seed}")
+        if self.run.evaluate_every and not self.data.held_out:
+            raise LohaError("run.evaluate_every needs data.held_out: name a file of trajectories not trained on")
         if not self.views.latent_k or min(self.views.latent_k) < 0:
             raise LohaError(f"views.latent_k must hold whole numbers of at least 0, got {list(self.views.latent_k)}")
         for name in ("latent_share", "full_share"):
@@ -287,6 +319,16 @@ class Config:
         for kind, text in self.readback.templates.items():
             if "{cue}" not in text or kind not in ReadBackRule().templates:
                 raise LohaError(f"readback.templates: {kind!r} must be line, path or value and hold {{cue}}: {text!r}")
+
+    def _number(self, name: str) -> float | None:
+        section, _, key = name.partition(".")
+        return getattr(getattr(self, section), key)
+
+    def _check_number(self, name: str, least: int) -> float | None:
+        value = self._number(name)
+        if value is not None and not least <= value < math.inf:  # refuses NaN too
+            raise LohaError(f"{name} must be a finite number of at least {least}, got {value}")
+        return value
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, prog: str = "acd") -> Config:

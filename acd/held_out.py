@@ -11,8 +11,9 @@ from accelerate.utils import gather_object
 from acd.config import Config
 from acd.corpus import Corpus
 from acd.evaluate import EvaluationRule, Evaluator
+from acd.plan import Plan
 from acd.probe import ProbeRule
-from loha.errors import LohaError
+from loha.progress import note
 from loha.student import Student
 
 
@@ -25,7 +26,7 @@ class HeldOut:
         accelerator: shares the trajectories out.
 
     Raises:
-        LohaError: when evaluation is asked for but no held-out file is named.
+        LohaError: when the held-out file is no canonical JSONL.
     """
 
     def __init__(self, config: Config, student: Student, accelerator: Accelerator) -> None:
@@ -39,13 +40,23 @@ class HeldOut:
             candidates=config.teacher.candidates,
             chunk=config.loss.chunk,
         )
-        if self.every and not config.data.held_out:
-            raise LohaError("run.evaluate_every needs data.held_out: name a file of trajectories not trained on")
         self.corpus = (
             Corpus(config.data.held_out, limit=config.data.held_out_limit)
             if self.every and config.data.held_out
             else None
         )
+
+    def note_trained(self, plan: Plan) -> None:
+        """Say when held-out trajectories train too: what they measure is then no generalisation."""
+        if self.corpus is None or not self.accelerator.is_main_process:
+            return
+        trained = {piece.trajectory for piece in plan.pieces()}
+        both = sum(entry.id in trained for entry in self.corpus.entries())
+        if both:
+            note(
+                f"{both} of {len(self.corpus)} held-out trajectories of {self.corpus.path} train too: evaluations and "
+                "the choice of the best student flatter"
+            )
 
     def due(self, done: int) -> bool:
         """Return whether to evaluate after `done` optimizer steps."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
 from torch.utils.data import DataLoader
 
+from acd.checkpoint import check_checkpoint
 from acd.command import student_config
 from acd.config import Config
 from acd.corpus import Corpus
@@ -52,7 +54,17 @@ class Parts:
 
 
 def make_accelerator(config: Config) -> Accelerator:
-    """Return the accelerator. Precision is the student's own business, so it is told to do nothing about it."""
+    """Return the accelerator. Precision is the student's own business, so it is told to do nothing about it.
+
+    Raises:
+        LohaError: for a tracker or a launch configuration that cannot be used.
+    """
+    usable = [str(tracker) for tracker in get_available_trackers()]
+    for name in config.run.trackers:
+        if name not in usable:
+            raise LohaError(
+                f"run.trackers: {name} is not installed, or no tracker that accelerate knows; usable: {usable}"
+            )
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",
@@ -84,6 +96,9 @@ def load_parts(config: Config, accelerator: Accelerator, folder: RunFolder) -> P
     renderer = student.renderer()
     source = open_targets(config, stands_on, renderer)
     key = plan_key(config, corpus, renderer.fingerprint)
+    newest = folder.checkpoints.newest()
+    if newest is not None:
+        check_checkpoint(newest, key)  # before the plan that it belongs to is replaced
     if accelerator.is_main_process and not _has_plan(folder, key):
         plan = make_plan(config, corpus, stands_on, workers=config.data.workers)
         plan.save(folder.plan)
@@ -91,6 +106,8 @@ def load_parts(config: Config, accelerator: Accelerator, folder: RunFolder) -> P
             note(f"trajectory {skipped.trajectory!r} does not train: {skipped.reason}")
     accelerator.wait_for_everyone()
     plan = Plan.load(folder.plan)
+    total = min(len(plan.steps), config.run.max_steps or len(plan.steps))
+    source.check_holds(corpus, [piece for step in plan.steps[:total] for row in step for piece in row])
     data = StepData(
         plan,
         RowBuilder(corpus, ViewBuilder(renderer, view_rule(config), student=stands_on), source),
@@ -98,7 +115,6 @@ def load_parts(config: Config, accelerator: Accelerator, folder: RunFolder) -> P
         rank=accelerator.process_index,
         world=accelerator.num_processes,
     )
-    total = min(len(plan.steps), config.run.max_steps or len(plan.steps))
     return Parts(student, plan, data, total, config.data.workers)
 
 

@@ -83,7 +83,10 @@ class Plan:
             skipped = tuple(Skipped(*item) for item in header["skipped"])
             return cls(header["key"], tuple(_step_from(line) for line in lines), skipped)
         except (ValueError, KeyError, TypeError) as error:
-            raise LohaError(f"{path}: not a whole epoch plan ({error}); delete it to have it made again") from error
+            raise LohaError(
+                f"{path}: not a whole epoch plan ({error}); `python -m acd.plan` makes one, and a run "
+                "makes its own when its plan.jsonl is gone"
+            ) from error
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every piece, in order."""
@@ -144,10 +147,11 @@ def make_plan(config: Config, corpus: Corpus, student: StudentConfig, *, workers
         for group in too_long:
             skipped[group[0].trajectory] = _too_long(group, config)
     if not steps:
+        shortest = min(skipped.values(), key=lambda each: each.tokens, default=Skipped("", 0, ""))
         raise LohaError(
             f"no trajectory of {corpus.path} fits {config.packing.tokens_per_row} tokens per row and "
-            f"{config.packing.tokens_per_step} per step: the shortest needs {min(s.tokens for s in skipped.values())}; "
-            "raise packing.tokens_per_row"
+            f"{config.packing.tokens_per_step} per step: of the shortest, {shortest.reason}; raise "
+            "packing.tokens_per_row, and packing.tokens_per_step, which holds all views of a trajectory"
             if skipped
             else f"no view of {corpus.path} trains: views.latent_share and views.full_share drop them all"
         )

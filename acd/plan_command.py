@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +117,19 @@ class Shapes:
 
 def main(options: Options) -> int | None:
     """Say whether a run fits, how long it takes, and what to change. The last line is one JSON object."""
-    if options.utilisation <= 0 or options.utilisation > 1:
+    if not 0 < options.utilisation <= 1:
         raise LohaError(f"--utilisation must lie above 0 and at most at 1, got {options.utilisation}")
     for name in ("world", "tensor_parallel", "concurrency", "trajectories", "calls", "full_tokens"):
         if getattr(options, name) < 1:
             raise LohaError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if not 0 <= options.length_spread < math.inf:
+        raise LohaError(f"--length-spread must be a finite number of at least 0, got {options.length_spread}")
+    if options.rank is not None and options.rank < 1:
+        raise LohaError(f"--rank must be at least 1, got {options.rank}")
+    if options.latent_tokens > options.full_tokens:
+        raise LohaError(
+            f"--latent-tokens {options.latent_tokens:,} cannot be more than --full-tokens {options.full_tokens:,}"
+        )
     if options.serving:
         server = plan_server(options)
         _print(serving_report(server), server.to_json())

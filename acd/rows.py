@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +82,17 @@ class TargetSource:
     def live(self) -> bool:
         """Whether the base predicts inside the training step."""
         return self.distill is None
+
+    def check_holds(self, corpus: Corpus, pieces: Collection[Piece]) -> None:
+        """Check that the caches hold what pieces need, before the first step.
+
+        Raises:
+            LohaError: when one lacks a trajectory, or has it with other contents.
+        """
+        for view, cache in (("latent", self.distill), ("full", self.anchor)):
+            if cache is not None:
+                needed = sorted({piece.trajectory for piece in pieces if piece.view == view})
+                cache.check_holds([(each, corpus.entry(each).digest) for each in needed])
 
 
 @dataclass(frozen=True)

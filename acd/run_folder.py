@@ -57,7 +57,7 @@ class RunFolder:
         return self.root / "best"
 
     def open(self) -> None:
-        """Create the folder, or make it ready to go on; called by the main process alone.
+        """Make the folder ready to go on, and say which settings changed; called by the main process alone.
 
         Raises:
             LohaError: when it holds a run that is not to be resumed.
@@ -69,6 +69,9 @@ class RunFolder:
                 f"{self.root}: holds checkpoints of an earlier run; choose another run.output_dir or set run.resume"
             )
         self._note_changes()
+
+    def record(self) -> None:
+        """Write configuration and versions, when nothing stands against the run any more; by the main process alone."""
         with atomic_path(self.root / CONFIG_NAME) as temporary:
             temporary.write_text(config_yaml(self.config), encoding="utf-8")
         with atomic_path(self.root / VERSIONS_NAME) as temporary:
@@ -79,7 +82,14 @@ class RunFolder:
         before = self.root / CONFIG_NAME
         if self.checkpoints.newest() is None or not before.is_file():
             return
-        old = dict(leaves(yaml.safe_load(before.read_text(encoding="utf-8")), separator="."))
+        try:
+            values = yaml.safe_load(before.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            values = None
+        if not isinstance(values, dict):
+            note(f"{before} is damaged: whether settings changed cannot be told")
+            return
+        old = dict(leaves(values, separator="."))
         new = dict(leaves(config_dict(self.config), separator="."))
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key) and (key in _TOLD or not key.startswith(_FREE)):

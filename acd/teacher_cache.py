@@ -19,7 +19,7 @@ log-probabilities do not sum to one exactly, so reading normalises the C + 1 buc
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,6 +241,23 @@ class TeacherCache:
                 "on the file that trains"
             )
         return place
+
+    def check_holds(self, contents: Collection[tuple[str, str]]) -> None:
+        """Check that trajectories are cached, before a run needs the last of them.
+
+        Args:
+            contents: (id, digest) of each.
+
+        Raises:
+            LohaError: says how many are missing, and names one.
+        """
+        missing = [each for each in contents if each not in self._contents]
+        if missing:
+            why = "is not in the cache" if missing[0][0] not in self._ids else "was cached with other contents"
+            raise LohaError(
+                f"{self.folder}: lacks {len(missing)} of {len(contents)} trajectories that train: {missing[0][0]!r} "
+                f"{why}; run acd.cache_teacher again on the file that trains"
+            )
 
     def _why_missing(self, key: Key) -> str:
         if key.trajectory not in self._ids:

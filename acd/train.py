@@ -60,12 +60,15 @@ def _train(config: Config, preemption: Preemption) -> None:
     accelerator.wait_for_everyone()
     parts = load_parts(config, accelerator, folder)
     held_out = HeldOut(config, parts.student, accelerator)
+    held_out.note_trained(parts.plan)
 
     # 2. Model and optimizer, replicated or sharded; learning rates are a function of the step, not a prepared scheduler
     model, optimizer = _prepare(config, accelerator, parts.student)
 
     # 3. Where it stands
     cursor = _resume(config, accelerator, folder, parts, optimizer)
+    if accelerator.is_main_process:
+        folder.record()
     log = _Log(config, accelerator, folder, cursor.step, parts.total_steps)
 
     # 4. Optimizer steps
@@ -195,7 +198,9 @@ def _resume(
         newest, parts.student.trainable(), _inner(optimizer), rank=accelerator.process_index, plan_key=parts.plan.key
     )
     if accelerator.is_main_process:
-        note(f"{newest}: going on at step {cursor.step} of {parts.total_steps}")
+        done = cursor.step >= parts.total_steps
+        going = f"nothing is left to do: {cursor.step} steps are done" if done else f"going on at step {cursor.step}"
+        note(f"{newest}: {going} of {parts.total_steps}")
     return cursor
 
 

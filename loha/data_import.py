@@ -151,7 +151,7 @@ class Import:
 
 def main(options: Options) -> int:
     """Read recorded agent runs into one canonical JSONL; rows that cannot be read are reported, never lost silently."""
-    check_out(options.out)
+    check_out(options.out, options.inputs)
     readers = by_name(options.format)
     files = find_files(options.inputs, leave_out=[options.out])
     work = Import(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loha import __version__
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, check_writable
 from loha.errors import LohaError
 from loha.progress import note
 
@@ -94,14 +95,17 @@ class Tally:
         )
 
 
-def check_out(out: Path) -> None:
-    """Refuse an output that is a folder, before any work is done.
+def check_out(out: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is a folder, or would replace what is read, before any work is done.
 
     Raises:
-        LohaError: when it is.
+        LohaError: when it is, or cannot be written.
     """
     if out.is_dir():
         raise LohaError(f"--out {out}: is a folder, expected the name of a JSONL file to write")
+    if out.resolve() in {each.resolve() for each in inputs}:
+        raise LohaError(f"--out {out}: is the input too, which would be lost; choose another name")
+    check_writable(out)
 
 
 def report_path(out: Path) -> Path:

@@ -119,7 +119,7 @@ def main(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    check_out(options.out)
+    check_out(options.out, [options.trajectories])
     if not options.trajectories.is_file():
         raise LohaError(f"{options.trajectories}: no such trajectory file; make one with `loha data import`")
     if options.max_tokens is not None and options.length != "tokens":

@@ -46,6 +46,9 @@ class Options:
 
 def main(options: Options) -> None:
     """Cut trajectories to a few turns with short messages."""
+    for name in ("max_turns", "max_chars", "max_assistant_chars", "every"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise LohaError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     rows = list(read_trajectories(options.trajectories))[options.offset :: options.every]
     if not rows:
         raise LohaError(f"{options.trajectories}: no trajectory is left with --every {options.every}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_overrides(tmp_path: Path) -> None:
         ({"teacher": {"cache": "c", "model": "m"}}, "teacher.anchor_cache must name a cache of the base"),
         ({"views": {"full_share": 1.5}}, "views.full_share must lie between 0 and 1, got 1.5"),
         ({"readback": {"templates": {"line": "which?"}}}, "must be line, path or value and hold {cue}"),
+        ({"optimizer": {"lr_patch": -1}}, "optimizer.lr_patch must be a finite number of at least 0, got -1"),
+        ({"optimizer": {"lr_gains": math.inf}}, "optimizer.lr_gains must be a finite number of at least 0, got inf"),
+        ({"optimizer": {"max_grad_norm": -1}}, "optimizer.max_grad_norm must be a finite number of at least 0, got -1"),
+        ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm must be above 0, got 0; null does not clip"),
+        ({"optimizer": {"epsilon": 0}}, "optimizer.epsilon must be above 0, got 0$"),
+        ({"optimizer": {"beta1": 1.5}}, "optimizer.beta1 must be below 1, got 1.5"),
+        ({"loss": {"anchor_weight": math.nan}}, "loss.anchor_weight must be a finite number of at least 0, got nan"),
+        ({"packing": {"attention_tokens": 0}}, "packing.attention_tokens must be a finite number of at least 1, got 0"),
+        ({"model": {"student": "s", "encoder_cache_gb": -1}}, "model.encoder_cache_gb must be a finite number"),
+        ({"data": {"trajectories": "t", "limit": 0}}, "data.limit must be a finite number of at least 1, got 0"),
+        ({"run": {"output_dir": "r", "keep_last": 0}}, "run.keep_last must be a finite number of at least 1, got 0"),
+        ({"run": {"output_dir": "r", "seed": 2**32}}, r"run.seed must be below 2\*\*32"),
         ({"data": ["t.jsonl"]}, "data must be a mapping, got list"),
     ],
 )

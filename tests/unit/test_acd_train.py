@@ -33,7 +33,7 @@ from loha.command_line import run_reporting
 from loha.errors import LohaError
 from loha.init_student import Options, init_student
 from loha.student import Student
-from tests.acd_world import World, full_disk, make_world
+from tests.acd_world import World, full_disk, make_trajectory, make_world
 
 CPU = torch.device("cpu")
 STEPS = 12
@@ -117,7 +117,7 @@ def test_everything_trained_has_moved(run: Path, world: World) -> None:
 def test_a_finished_run_started_again_does_nothing(run: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / "student" / "reading.safetensors").read_bytes()
     train(load_config(run / "config.yaml"))
-    assert "going on at step 12 of 12" in capsys.readouterr().err
+    assert "nothing is left to do: 12 steps are done of 12" in capsys.readouterr().err
     assert (run / "student" / "reading.safetensors").read_bytes() == before
     assert len(lines(run / "metrics.jsonl")) == STEPS
 
@@ -285,6 +285,27 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_the_weights_are_lost(w
     folder = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", keep_last=2)
     assert folder.steps() == [1]
     assert all(tensor.isfinite().all() for tensor in load_file(folder.path(1) / "trained.safetensors").values())
+
+
+def test_a_cache_that_lacks_trajectories_is_told_before_the_first_step(run: Path, world: World) -> None:
+    lines_of = world.trajectories.read_text().splitlines()
+    more, changed = make_trajectory(99).to_line(), lines_of[-1].replace("You fix bugs.", "You fix all bugs.")
+    for name, texts in (("more", [*lines_of, more]), ("changed", [*lines_of[:-1], changed])):
+        path = world.root / f"{name}.jsonl"
+        path.write_text("\n".join(texts) + "\n")
+        config = world.config(f"lacks-{name}", data={"trajectories": str(path)})
+        with pytest.raises(LohaError, match=r"cache: lacks 1 of [67] trajectories that train"):
+            train(config)
+        assert not (Path(config.run.output_dir) / "metrics.jsonl").exists()
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run(run: Path, world: World) -> None:
+    names = ("config.yaml", "versions.json", "plan.jsonl")
+    before = [(run / name).read_bytes() for name in names]
+    for sections in ({"packing": {"tokens_per_row": 5200, "tokens_per_step": 5200}}, {"model": {"base": "nowhere"}}):
+        with pytest.raises(LohaError):
+            train(world.config(run.name, **sections))
+    assert [(run / name).read_bytes() for name in names] == before
 
 
 def test_a_folder_that_was_moved_aside_comes_back(tmp_path: Path) -> None:

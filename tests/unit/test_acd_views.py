@@ -142,7 +142,7 @@ def test_plan_is_exact_and_survives_its_file(world: World, tmp_path: Path) -> No
     order = [[p.trajectory for p in plan.pieces() if p.epoch == epoch] for epoch in (0, 1)]
     assert order[0] != order[1], "each epoch has its own order"
     (tmp_path / "cut.jsonl").write_text("\n".join((tmp_path / "plan.jsonl").read_text().splitlines()[:-1]))
-    with pytest.raises(LohaError, match=r"not a whole epoch plan .* delete it"):
+    with pytest.raises(LohaError, match=r"not a whole epoch plan .* makes one"):
         Plan.load(tmp_path / "cut.jsonl")
 
 

@@ -199,6 +199,17 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert not Path("new/out.jsonl").exists()
 
 
+def test_the_input_is_never_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    write_trajectories(path, [run_of("a", 1), run_of("a", 2)])
+    before = path.read_bytes()
+    for command in (["select", path, "--length", "chars"], ["import", path]):
+        with pytest.raises(SystemExit) as stop:
+            main(["data", *map(str, command), "--out", str(tmp_path / "." / "in.jsonl")])
+        assert stop.value.code == 2 and "is the input too" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_tokens_of_real_trajectories(tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]):
     """Lengths equal the tokenizer's own rendering; over-long runs are told and left out."""
     from loha.tokenizer_dir import load_tokenizer
