@@ -29,6 +29,7 @@ from acd.loss import Targets
 from acd.process_group import long_wait
 from acd.teacher import candidates_for, top_candidates
 from acd.teacher_cache import (
+    INDEX_NAME,
     SHARD_GLOB,
     Key,
     TeacherCache,
@@ -39,7 +40,7 @@ from acd.teacher_cache import (
     write_shard,
 )
 from acd.views import Example, full_view
-from loha.atomic import recover
+from loha.atomic import check_writable, recover
 from loha.attention import Pieces
 from loha.command_line import run_reporting
 from loha.console import out
@@ -138,6 +139,7 @@ def write_cache(config: Config, accelerator: Accelerator) -> dict[str, Any]:
             than the base.
     """
     folder = cache_folder(config)
+    check_writable(folder / INDEX_NAME)
     corpus = Corpus(config.data.trajectories, limit=config.data.limit)
     student = student_config(config)
     renderer = build_renderer(student)

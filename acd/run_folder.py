@@ -16,7 +16,7 @@ from acd.checkpoint import CheckpointFolder
 from acd.config import Config, config_dict, config_yaml
 from acd.metrics import leaves
 from acd.plan import PLAN_NAME
-from loha.atomic import atomic_path, recover
+from loha.atomic import atomic_path, check_writable, recover
 from loha.errors import LohaError
 from loha.progress import note
 
@@ -62,11 +62,13 @@ class RunFolder:
         Raises:
             LohaError: when it holds a run that is not to be resumed.
         """
+        check_writable(self.root / CONFIG_NAME)
         for folder in (self.root, self.checkpoints.folder):
             recover(folder)
         if self.checkpoints.newest() is not None and not self.config.run.resume:
             raise LohaError(
-                f"{self.root}: holds checkpoints of an earlier run; choose another run.output_dir or set run.resume"
+                f"{self.root}: holds checkpoints of an earlier run; choose another run.output_dir or set run.resume "
+                "(--run.resume)"
             )
         self._note_changes()
 

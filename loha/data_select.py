@@ -173,7 +173,8 @@ def _nothing(selection: Selection) -> str:
     if not selection.ids:
         return f"{options.trajectories}: holds no trajectory; expected one JSON object a line"
     remedy = ""
-    if not options.include_unresolved:
+    by_outcome = {"not resolved", "outcome unknown"} & selection.tally.dropped.keys()
+    if by_outcome and not options.include_unresolved:
         remedy = "; --include-unresolved takes them, `loha data import --outcomes` or --assume-resolved states outcomes"
     return f"{options.trajectories}: no trajectory to select, nothing was written ({selection.tally.summary()}{remedy})"
 

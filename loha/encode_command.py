@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from loha.atomic import atomic_path
+from loha.atomic import atomic_path, check_writable
 from loha.console import out
 from loha.encoder import LatentEncoder
 from loha.errors import LohaError
@@ -32,6 +32,11 @@ class Options:
 
 def main(options: Options) -> None:
     """Write the float32 latents of a text: one row per compression-ratio tokens."""
+    if options.out.is_dir():
+        raise LohaError(f"--out {options.out}: is a folder, expected the name of a safetensors file to write")
+    check_writable(options.out)
+    if not options.text.is_file():
+        raise LohaError(f"--text {options.text}: no such file")
     lclm = load_lclm(options.lclm)
     text = options.text.read_bytes().decode("utf-8", errors="replace")
     latents_LD = encode_text(lclm, text, name=str(options.text))
