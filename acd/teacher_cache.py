@@ -253,10 +253,9 @@ class TeacherCache:
         """
         missing = [each for each in contents if each not in self._contents]
         if missing:
-            why = "is not in the cache" if missing[0][0] not in self._ids else "was cached with other contents"
             raise LohaError(
                 f"{self.folder}: lacks {len(missing)} of {len(contents)} trajectories that train: {missing[0][0]!r} "
-                f"{why}; run acd.cache_teacher again on the file that trains"
+                f"{self._why_missing(Key(*missing[0], ''))}; run acd.cache_teacher again on the file that trains"
             )
 
     def _why_missing(self, key: Key) -> str:
