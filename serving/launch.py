@@ -351,7 +351,9 @@ def _check(client: httpx.Client, options: Options) -> None:
     if options.self_test:
         from serving.self_test import self_test  # imports torch
 
-        out(f"self-test: {self_test(client, model_name(options), options.checkpoint)}")
+        other = any("chat-template" in arg.replace("_", "-") for arg in options.vllm_args)
+        seen = self_test(client, model_name(options), options.checkpoint, other_template=other)
+        out(f"self-test: {seen}")
 
 
 def _auth(vllm_args: Sequence[str]) -> dict[str, str]:

@@ -33,13 +33,17 @@ TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.15}
 """Largest mean difference of their log probabilities, in nats, by the number format that the server computes in."""
 
 
-def self_test(client: httpx.Client, model: str, folder: Path) -> str:
+OTHER_IDS = "the server renders the messages to other token ids than the checkpoint's own template and tokenizer"
+
+
+def self_test(client: httpx.Client, model: str, folder: Path, *, other_template: bool = False) -> str:
     """Compare the log probabilities of the likeliest first tokens of a reply.
 
     Args:
         client: with the server's base URL and credentials.
         model: name of the served model.
         folder: the serving checkpoint that the server should run.
+        other_template: the server was given a template, or arguments of one, that are not the checkpoint's.
 
     Returns:
         What was seen, in one line.
@@ -52,6 +56,8 @@ def self_test(client: httpx.Client, model: str, folder: Path) -> str:
     reference = streamed_reference(folder)
     own = reference.renderer.render(request["messages"], window=Window(k=0), add_generation_prompt=True)
     rendering = as_served(own, served["prompt_token_ids"], reference.renderer.placeholder_id)
+    if rendering != own and not other_template:
+        raise SelfTestFailed(OTHER_IDS)
     expected_V = reference.logits(rendering)[-1].float().log_softmax(-1)
     got = {
         int(entry["token"].removeprefix("token_id:")): entry["logprob"]

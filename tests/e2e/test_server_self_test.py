@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from live_server import Reference, Server
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import TinyCheckpoint, text
 
+from serving import self_test as module
 from serving.checkpoint import check_checkpoint, checkpoint_hash, latent_identity
 from serving.liveness import SelfTestFailed
 from serving.self_test import TOLERANCES, as_served, mean_difference, self_test, streamed_reference
@@ -88,6 +90,19 @@ def test_token_ids_of_another_template_are_compared_as_they_are(reference: Refer
     for ids in (shorter, [*own.token_ids, hole], [1, 2]):
         with pytest.raises(SelfTestFailed, match="latent positions"):
             as_served(own, ids, hole)
+
+
+def test_other_token_ids_need_another_template(
+    server: Server, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*args: Any) -> Any:
+        body, dtype = ask(*args)
+        return {**body, "prompt_token_ids": [*body["prompt_token_ids"][:1], *body["prompt_token_ids"]]}, dtype
+
+    ask = module._ask
+    monkeypatch.setattr(module, "_ask", changed)
+    with pytest.raises(SelfTestFailed, match="to other token ids"):
+        self_test(server.client, server.model, tiny.serving)
 
 
 def test_the_streamed_reference_is_the_reference_and_keeps_no_weights(
